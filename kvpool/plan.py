@@ -1,0 +1,86 @@
+"""How one worker makes a prompt's prefix whole: the value that the router decides and the worker carries out.
+
+Pure values. Indices count blocks of the prompt's chain from 0; intervals are half-open.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvpool.types import RequestId, Tier, WorkerId, WorkerKey
+
+
+class PlanKind(Enum):
+    """Names of plans, as records and reports show them."""
+
+    REDO = "redo"  # prefill everything that is not cached here
+    LOAD = "load"  # load front-first up to a boundary, redo the rest
+    SPLIT = "split"  # redo the front while the tail loads
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSlice:
+    """Blocks ``[start, stop)`` of the chain, to be read from one holder's tier.
+
+    Attributes:
+        holder: worker id *and* epoch; another incarnation must refuse.
+        transport, data_address: how the reader's transport reaches the holder.
+        tier: where the directory says the replicas lie.
+        alternates: other holders of at least these blocks, best first, to try when this one fails.
+    """
+
+    start: int
+    stop: int
+    holder: WorkerKey
+    transport: str
+    data_address: bytes
+    tier: Tier
+    alternates: tuple[HolderRef, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HolderRef:
+    """Another holder of a slice's blocks: ``stop`` is how far along the chain it holds them."""
+
+    holder: WorkerKey
+    data_address: bytes
+    tier: Tier
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the chosen worker should do.
+
+    Attributes:
+        kind: its name.
+        loads: slices to load, disjoint, in order. Empty for `PlanKind.REDO`.
+        split_tokens: for `PlanKind.SPLIT`, where compute and load are expected to meet.
+        load_deadline_ns: budget for all loads, from their start. After it everything missing is redone.
+        stall_ns: longest time without a byte before a source is dropped.
+        predicted_ttft_ns: what the router expects, for the record and the learning loop.
+    """
+
+    kind: PlanKind
+    loads: tuple[LoadSlice, ...] = ()
+    split_tokens: int | None = None
+    load_deadline_ns: int = 0
+    stall_ns: int = 0
+    predicted_ttft_ns: int = 0
+
+
+REDO = Plan(kind=PlanKind.REDO)
+"""The plan that is always correct."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The router's answer to one request: where to go and what to do there."""
+
+    request_id: RequestId
+    decision_id: str
+    worker_id: WorkerId
+    worker: WorkerKey
+    control_address: str
+    plan: Plan

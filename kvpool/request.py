@@ -1,0 +1,154 @@
+"""What a user asks for and what comes back: requests, token chunks, results. Pure values, validated on creation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvpool.errors import RequestError
+from kvpool.types import RequestId, WorkerId
+
+MAX_TOP_LOGPROBS = 20
+
+
+class FinishReason(Enum):
+    """Why a generation ended."""
+
+    STOP = "stop"  # a stop token, stop string or end-of-sequence
+    LENGTH = "length"  # max_tokens reached
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen.
+
+    Attributes:
+        max_tokens: tokens to generate at most, at least 1.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_p: nucleus mass in (0, 1].
+        seed: makes sampling reproducible. The draw at a position depends only on (seed, position), so a resumed or
+            retried request continues with the same tokens. Ignored when greedy.
+        stop_token_ids: token ids that end the generation; they are not part of the output.
+        stop: strings that end the generation; the output text ends before the first of them.
+        ignore_eos: go on past the model's end-of-sequence token.
+        logprobs: how many top log-probabilities to return per token, 0 for none.
+
+    Raises:
+        RequestError: a value is out of range; the message names it.
+    """
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise RequestError(f"max_tokens must be at least 1, got {self.max_tokens}", field="max_tokens")
+        if not 0.0 <= self.temperature <= 100.0:
+            raise RequestError(f"temperature must be in [0, 100], got {self.temperature}", field="temperature")
+        if not 0.0 < self.top_p <= 1.0:
+            raise RequestError(f"top_p must be in (0, 1], got {self.top_p}", field="top_p")
+        if not 0 <= self.seed < 2**63:
+            raise RequestError(f"seed must be in [0, 2**63), got {self.seed}", field="seed")
+        if not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
+            raise RequestError(f"logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {self.logprobs}", field="logprobs")
+        if any(not text for text in self.stop):
+            raise RequestError("stop strings must not be empty", field="stop")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One request as it travels from client to router to worker.
+
+    Attributes:
+        request_id: identity; retries keep it.
+        prompt: token ids, at least one.
+        sampling: how tokens are chosen.
+        tenant: salt of the block namespace; empty shares with every other request without a tenant.
+        timeout_ns: the client's budget for the whole request. It is a duration, not a moment, because clocks differ.
+    """
+
+    request_id: RequestId
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    tenant: str = ""
+    timeout_ns: int = 120_000_000_000
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise RequestError("the prompt is empty; give at least one token", field="prompt")
+        if self.timeout_ns <= 0:
+            raise RequestError(f"timeout must be positive, got {self.timeout_ns} ns", field="timeout")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of the chosen token and of the most likely ones, natural log, after softmax at temperature 1."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """How a request was served. All times in nanoseconds, on the worker's monotonic clock.
+
+    Attributes:
+        worker_id: who served it.
+        plan: name of the plan that was carried out (`kvpool.plan.PlanKind` value).
+        prompt_tokens: length of the prompt.
+        tokens_cached: prompt tokens whose KV the worker already held.
+        tokens_loaded: prompt tokens whose KV came from peers.
+        tokens_redone: prompt tokens prefilled here.
+        bytes_loaded: bytes that came over the data plane.
+        queue_ns: arrival → first prefill step.
+        load_ns: start of the first load → last load terminal; 0 without loads.
+        ttft_ns: arrival at the worker → first token.
+        preemptions: how often it was preempted.
+        load_failures: names (`KVPoolError.code`) of loads that failed and were redone.
+        attempts: how many workers were tried, filled in by the client.
+    """
+
+    worker_id: WorkerId
+    plan: str
+    prompt_tokens: int
+    tokens_cached: int
+    tokens_loaded: int
+    tokens_redone: int
+    bytes_loaded: int = 0
+    queue_ns: int = 0
+    load_ns: int = 0
+    ttft_ns: int = 0
+    preemptions: int = 0
+    load_failures: tuple[str, ...] = ()
+    attempts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """Newly generated tokens of one request, in order. The last chunk carries ``finish`` and ``stats``."""
+
+    request_id: RequestId
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: FinishReason | None = None
+    stats: RequestStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """A finished generation as the client returns it."""
+
+    request_id: RequestId
+    tokens: tuple[int, ...]
+    text: str
+    finish: FinishReason
+    stats: RequestStats
+    logprobs: tuple[TokenLogprobs, ...] = field(default=())
