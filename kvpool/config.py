@@ -1,0 +1,153 @@
+"""Settings of a cluster: one frozen tree, read from TOML or built in code, every unknown key refused by name."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvpool.errors import ConfigError
+from kvpool.types import Role
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EngineConfig(_Settings):
+    """One worker's engine.
+
+    Attributes:
+        model: name of a bundled model, local path, or hub id.
+        dtype: dtype of weights and KV.
+        device: torch device.
+        block_tokens: tokens per block.
+        num_blocks: blocks in the worker's segment.
+        torch_threads: intra-op threads; None shares the cores between the workers.
+    """
+
+    model: str = DEFAULT_MODEL
+    dtype: str = "float32"
+    device: str = "cpu"
+    block_tokens: int = Field(default=16, ge=1, le=1024)
+    num_blocks: int = Field(default=1024, ge=1)
+    torch_threads: int | None = Field(default=None, ge=1)
+
+
+class SchedulerConfig(_Settings):
+    """Limits of one worker's batches.
+
+    Attributes:
+        max_step_tokens: tokens computed per step; long prefills are cut into chunks of at most this.
+        max_running: sequences in prefill or decode at once.
+        max_waiting: admitted requests that wait; more are refused with `CapacityError`.
+    """
+
+    max_step_tokens: int = Field(default=512, ge=1)
+    max_running: int = Field(default=8, ge=1)
+    max_waiting: int = Field(default=256, ge=1)
+
+
+class WorkerConfig(_Settings):
+    """One group of equal workers."""
+
+    count: int = Field(default=3, ge=1)
+    role: Role = Role.MIXED
+    transport: str = "ucx"
+    engine: EngineConfig = EngineConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+
+class MetadataConfig(_Settings):
+    """The metadata service.
+
+    Attributes:
+        replicas: server processes the launcher starts.
+        host: address they bind.
+        port: first port; 0 picks free ones.
+        lease_ms: how long a member lives without a heartbeat.
+        max_entries: bound on (block, worker) entries of the index.
+    """
+
+    replicas: int = Field(default=1, ge=1)
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+    lease_ms: int = Field(default=3000, ge=100)
+    max_entries: int = Field(default=10_000_000, ge=1)
+
+
+class RouterConfig(_Settings):
+    """The router.
+
+    Attributes:
+        policy: name of the routing policy (`router.policies`).
+        max_records: decision records kept in memory; the oldest leave first.
+    """
+
+    policy: str = "kvpool"
+    max_records: int = Field(default=10_000, ge=1)
+
+
+class ClusterConfig(_Settings):
+    """A whole cluster."""
+
+    workers: tuple[WorkerConfig, ...] = (WorkerConfig(),)
+    metadata: MetadataConfig = MetadataConfig()
+    router: RouterConfig = RouterConfig()
+
+    @model_validator(mode="after")
+    def _one_model(self) -> ClusterConfig:
+        if not self.workers:
+            raise ValueError("workers: at least one group is needed")
+        return self
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of all groups."""
+        return sum(group.count for group in self.workers)
+
+
+def load_config(path: Path) -> ClusterConfig:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: the file is missing, is not TOML, or a key is unknown or out of range; the message names it.
+    """
+    try:
+        data = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    return parse_config(data)
+
+
+def parse_config(data: dict[str, Any]) -> ClusterConfig:
+    """Build the settings from plain data.
+
+    Raises:
+        ConfigError: a key is unknown or a value out of range; the message names it and the nearest known key.
+    """
+    try:
+        return ClusterConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(item) for item in error.errors())) from error
+
+
+def _explain(item: Any) -> str:
+    place = ".".join(str(part) for part in item["loc"])
+    if item["type"] != "extra_forbidden":
+        return f"{place}: {item['msg']}, got {item['input']!r}"
+    known = _known_keys()
+    near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+    return f"unknown setting {place!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def _known_keys() -> list[str]:
+    kinds = (ClusterConfig, WorkerConfig, EngineConfig, SchedulerConfig, MetadataConfig, RouterConfig)
+    return sorted({key for kind in kinds for key in kind.model_fields})
