@@ -1,0 +1,1 @@
+"""Benchmarks: each module has ``run(*, quick, peers) -> list[Row]``; `kvpool.bench.report` prints them all alike."""
