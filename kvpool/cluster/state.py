@@ -1,0 +1,91 @@
+"""Clusters started by ``kvpool up``, remembered in one small file each so that other commands find them."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from kvpool.errors import RequestError, UnavailableError
+
+DEFAULT_NAME = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """Where a running cluster is.
+
+    Attributes:
+        name: its name on this machine.
+        address: Ray address (``host:port``) that clients connect to.
+        metadata: addresses of the metadata servers.
+        pid: the supervisor process.
+        pid_created_s: when that process was created, so that a reused pid is not taken for it.
+        cluster_dir: directory of its temporary files and logs.
+    """
+
+    name: str
+    address: str
+    metadata: tuple[str, ...]
+    pid: int
+    pid_created_s: float
+    cluster_dir: str
+
+    @property
+    def alive(self) -> bool:
+        """The supervisor still runs."""
+        return process_alive(self.pid, self.pid_created_s)
+
+
+def process_alive(pid: int, created_s: float) -> bool:
+    """The very process that had ``pid`` at ``created_s`` still runs."""
+    try:
+        process = psutil.Process(pid)
+        return abs(process.create_time() - created_s) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def state_path(name: str) -> Path:
+    """The file of cluster ``name``.
+
+    Raises:
+        RequestError: the name has characters a file name should not have.
+    """
+    if not name or not all(char.isalnum() or char in "-_" for char in name):
+        raise RequestError(f"cluster name {name!r}: use letters, digits, '-' and '_'", field="name")
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "kvpool" / f"{name}.json"
+
+
+def write_state(state: ClusterState) -> None:
+    """Write the state of a cluster atomically."""
+    path = state_path(state.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps(asdict(state)))
+    part.replace(path)
+
+
+def read_state(name: str = DEFAULT_NAME) -> ClusterState | None:
+    """State of a running cluster, None when there is none. A file left by a dead supervisor is removed."""
+    path = state_path(name)
+    try:
+        data = json.loads(path.read_text())
+        state = ClusterState(**{**data, "metadata": tuple(data["metadata"])})
+    except FileNotFoundError:
+        return None
+    except (OSError, json.JSONDecodeError, TypeError, KeyError) as error:
+        raise UnavailableError(f"cannot read {path}: {error}; remove it if no cluster runs") from error
+    if state.alive:
+        return state
+    path.unlink(missing_ok=True)
+    return None
+
+
+def remove_state(name: str) -> None:
+    """Forget a cluster. May be repeated."""
+    state_path(name).unlink(missing_ok=True)
