@@ -14,6 +14,7 @@
     └── RequestError          malformed argument            → fix the caller
         ├── ConfigError       a setting is wrong
         └── ModelError        the model is unknown or its architecture is not supported
+            └── NumericsError the model produced logits that are not finite; the request cannot go on
     InvariantViolation        our bug; outside the tree     → crash the actor, keep its history
 
 Errors carry a `details` mapping (ids, elapsed time), survive pickling and chain their cause. A miss is a result,
@@ -130,6 +131,12 @@ class ModelError(RequestError):
     """The model cannot be found, read or served by this engine."""
 
     code = "model"
+
+
+class NumericsError(ModelError):
+    """The model produced logits that are not finite; the request cannot go on, others can."""
+
+    code = "numerics"
 
 
 class InvariantViolation(Exception):
