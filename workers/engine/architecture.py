@@ -1,0 +1,117 @@
+"""Which models the torch engine serves: read the config, refuse by name what cannot be exact, describe the layout.
+
+Served are decoders in which every layer keeps full causal attention over all past tokens (MHA, GQA, MQA): Llama,
+Mistral without a window, Qwen2, Qwen3, SmolLM, Granite, OLMo, Phi-3 and their like, mixtures of experts included.
+Refused are those whose cache is something else (sliding windows, latent or linear attention, states), encoders, and
+rotary schemes whose angles depend on the length of the batch, because their keys cannot be reused at all.
+
+The config says what a model *claims*; `workers.engine.probe` then checks what its code *does*.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvpool.errors import ModelError
+from kvpool.layout import AttentionKind, KVGroup, KVLayout
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+_LATENT_KEYS = ("kv_lora_rank",)
+_STATE_KEYS = ("ssm_cfg", "state_size", "conv_kernel", "mamba_d_state", "linear_num_key_heads")
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """What the engine needs to know of a supported model."""
+
+    architecture: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context_tokens: int
+
+    def layout(self, *, model: str, dtype: str, block_tokens: int) -> KVLayout:
+        """One group of full attention. ``model`` is name and revision."""
+        entry_bytes = 2 * self.kv_heads * self.head_dim * DTYPES[dtype].itemsize
+        group = KVGroup(kind=AttentionKind.FULL, layers=self.layers, entry_bytes=entry_bytes)
+        return KVLayout(model=model, dtype=dtype, block_tokens=block_tokens, groups=(group,))
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a setting.
+
+    Raises:
+        ModelError: unknown name; the message lists the known ones.
+    """
+    if name not in DTYPES:
+        raise ModelError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}", dtype=name)
+    return DTYPES[name]
+
+
+def read_shape(config: Any) -> DecoderShape:
+    """Read a transformers config.
+
+    Raises:
+        ModelError: the architecture is not served; the message names it and the reason.
+    """
+    architecture = _architecture_name(config)
+    if getattr(config, "is_encoder_decoder", False):
+        raise _refused(architecture, "it is an encoder-decoder")
+    text = config.get_text_config(decoder=True)
+    _refuse_other_kinds(architecture, text)
+    _refuse_length_dependent_rope(architecture, text)
+    try:
+        heads = int(text.num_attention_heads)
+        return DecoderShape(
+            architecture=architecture,
+            layers=int(text.num_hidden_layers),
+            kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+            head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+            vocab_size=int(text.vocab_size),
+            max_context_tokens=int(text.max_position_embeddings),
+        )
+    except (AttributeError, TypeError) as error:
+        raise _refused(architecture, f"its config does not describe attention heads ({error})") from error
+
+
+def _architecture_name(config: Any) -> str:
+    listed = getattr(config, "architectures", None)
+    return str(listed[0]) if listed else str(config.model_type)
+
+
+def _refused(architecture: str, reason: str) -> ModelError:
+    return ModelError(
+        f"the torch engine does not serve {architecture}: {reason}. "
+        "Choose a decoder with full causal attention in every layer (Llama, Qwen2, Qwen3, Mistral, SmolLM, Granite, …)",
+        architecture=architecture,
+    )
+
+
+def _refuse_other_kinds(architecture: str, text: Any) -> None:
+    other = sorted({kind for kind in getattr(text, "layer_types", None) or () if kind != "full_attention"})
+    if other:
+        raise _refused(architecture, f"it has layers of kind {', '.join(other)}")
+    window = getattr(text, "sliding_window", None)
+    if window and getattr(text, "use_sliding_window", True) and not getattr(text, "layer_types", None):
+        raise _refused(architecture, f"it attends over a sliding window of {window} tokens")
+    if any(getattr(text, key, None) for key in _LATENT_KEYS):
+        raise _refused(architecture, "it keeps latent attention entries")
+    if any(getattr(text, key, None) for key in _STATE_KEYS):
+        raise _refused(architecture, "it keeps states instead of keys and values")
+
+
+def _refuse_length_dependent_rope(architecture: str, text: Any) -> None:
+    parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind in _LENGTH_DEPENDENT_ROPE:
+        raise _refused(architecture, f"its rotary scheme {kind!r} depends on the length of the batch")

@@ -1,0 +1,166 @@
+"""Our attention inside Hugging Face model code: write K/V into dense views, attend over each view's context.
+
+Registered once under the name ``kvpool`` through the public attention and mask interfaces of transformers; a model
+built with ``attn_implementation="kvpool"`` then calls `_attend` in every layer. The slices of a step travel to it as
+the forward argument ``kvpool_step``, which transformers hands through to the attention function untouched. That
+keeps the step explicit: no thread-local and no global could point at the wrong step. A model class that swallows its
+extra arguments is found out when it is loaded (`workers.engine.probe`).
+
+One forward runs all slices of a step as one packed row ``[1, total_tokens]``; only attention looks at sequences one
+by one. No padding, no mask over other sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kvpool.errors import ModelError
+
+ATTENTION_NAME = "kvpool"
+STEP_ARGUMENT = "kvpool_step"
+
+_UNSUPPORTED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")
+"""What some models ask of attention that this function does not compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceViews:
+    """One slice of a step as attention sees it. Tensors alias the sequence's view; layers index the tuples.
+
+    Attributes:
+        row_begin, row_end: the slice's rows in the packed step.
+        write_keys, write_values: per layer ``[kv_head, new tokens, dim]``, where this step's K/V goes.
+        read_keys, read_values: per layer ``[1, kv_head, context, dim]``, everything up to the slice's end.
+        mask: ``[new tokens, context]`` bool, True where a token may look; None when no mask is needed.
+        causal: plain causal attention from position 0.
+    """
+
+    row_begin: int
+    row_end: int
+    write_keys: tuple[torch.Tensor, ...]
+    write_values: tuple[torch.Tensor, ...]
+    read_keys: tuple[torch.Tensor, ...]
+    read_values: tuple[torch.Tensor, ...]
+    mask: torch.Tensor | None
+    causal: bool
+
+
+@dataclass(slots=True)
+class Step:
+    """The slices of one forward, and the layers that ran (what the probe checks)."""
+
+    slices: tuple[SliceViews, ...]
+    visited_layers: list[int] = field(default_factory=list)
+
+
+def slice_views(view: torch.Tensor, *, row_begin: int, start: int, stop: int) -> SliceViews:
+    """Cut what attention needs for positions ``[start, stop)`` out of a view, once for all layers.
+
+    Args:
+        view: ``[layer, K/V, kv_head, capacity, dim]``; the result aliases it.
+        row_begin: first row of the slice in the packed step.
+        start, stop: positions to compute, ``start < stop <= capacity``.
+    """
+    write = view[:, :, :, start:stop]
+    read = view[:, :, :, :stop].unsqueeze(2)
+    rows = stop - start
+    mask = None
+    if start > 0 and rows > 1:
+        mask = torch.ones(rows, stop, dtype=torch.bool, device=view.device).tril_(start)
+    return SliceViews(
+        row_begin=row_begin,
+        row_end=row_begin + rows,
+        write_keys=write[:, 0].unbind(0),
+        write_values=write[:, 1].unbind(0),
+        read_keys=read[:, 0].unbind(0),
+        read_values=read[:, 1].unbind(0),
+        mask=mask,
+        causal=start == 0 and rows > 1,
+    )
+
+
+def register_attention() -> None:
+    """Make ``attn_implementation="kvpool"`` known to transformers. May be repeated."""
+    AttentionInterface.register(ATTENTION_NAME, _attend)
+    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+
+
+def _no_mask(**_arguments: Any) -> None:
+    """The model builds no mask: every slice brings its own."""
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer over every slice of the step; keys come in with their rotary positions applied.
+
+    Args:
+        module: the layer's attention module; ``layer_idx`` says which layer it is.
+        query: ``[1, head, rows, dim]``.
+        key, value: ``[1, kv_head, rows, dim]``.
+        attention_mask: always None here.
+        scaling: factor on the scores; None means ``dim ** -0.5``.
+        arguments: whatever else the model passes, the step among it.
+
+    Returns:
+        ``[1, rows, head, dim]`` and no attention weights.
+    """
+    del attention_mask
+    step = arguments.get(STEP_ARGUMENT)
+    if step is None:
+        raise ModelError(f"{type(module).__name__} did not hand {STEP_ARGUMENT} through to attention")
+    _refuse_unsupported(module, arguments)
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    step.visited_layers.append(layer)
+    if len(step.slices) == 1:
+        return _attend_slice(step.slices[0], layer, query, key[0], value[0], scaling=scaling), None
+    outputs = []
+    for part in step.slices:
+        rows = slice(part.row_begin, part.row_end)
+        outputs.append(
+            _attend_slice(part, layer, query[:, :, rows], key[0, :, rows], value[0, :, rows], scaling=scaling)
+        )
+    return torch.cat(outputs, dim=1), None
+
+
+def _refuse_unsupported(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
+    for name in _UNSUPPORTED_ARGUMENTS:
+        if arguments.get(name) is not None:
+            raise ModelError(
+                f"{type(module).__name__} asks for {name}={arguments[name]!r}, which this engine does not compute"
+            )
+
+
+def _attend_slice(
+    part: SliceViews,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scaling: float | None,
+) -> torch.Tensor:
+    part.write_keys[layer].copy_(key)
+    part.write_values[layer].copy_(value)
+    output = scaled_dot_product_attention(
+        query,
+        part.read_keys[layer],
+        part.read_values[layer],
+        attn_mask=part.mask,
+        is_causal=part.causal,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[0],
+    )
+    return output.transpose(1, 2)

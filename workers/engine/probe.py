@@ -1,0 +1,76 @@
+"""Check by running that a model's code does what the engine relies on. Runs once, when a model is loaded.
+
+A handful of tokens goes through the model twice: the plain way, and in two slices through our attention. The model
+is accepted when every layer called our attention exactly once, with the shapes of the layout, and the logits agree.
+This finds what no config says: extra arguments that do not reach attention, layers that share a cache, score
+transformations of the model's own, bidirectional attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvpool.errors import ModelError
+from workers.engine.architecture import DecoderShape
+from workers.engine.attention import ATTENTION_NAME, STEP_ARGUMENT, Step, slice_views
+from workers.engine.views import ViewShape
+
+_PROBE_TOKENS = 7
+_FIRST_SLICE = 4
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
+"""Largest difference of logits, relative to the largest logit."""
+
+
+def check_model(model: Any, shape: DecoderShape, view_shape: ViewShape) -> None:
+    """Accept a loaded model or refuse it.
+
+    Raises:
+        ModelError: its code does not fit; the message names the architecture and what differs.
+    """
+    device, dtype = model.device, model.dtype
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, shape.vocab_size, (1, _PROBE_TOKENS), generator=generator).to(device)
+    view = torch.zeros(view_shape.view(_PROBE_TOKENS), dtype=dtype, device=device)
+    try:
+        ours = _sliced_logits(model, tokens, view, shape)
+        model.set_attn_implementation("eager")
+        plain = model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits[0, -1]
+    except ModelError as error:
+        raise ModelError(f"the torch engine does not serve {shape.architecture}: {error.message}") from error
+    except (TypeError, AttributeError, RuntimeError, KeyError, ValueError) as error:
+        raise ModelError(
+            f"the torch engine does not serve {shape.architecture}: its code does not run with an attention "
+            f"interface of ours ({type(error).__name__}: {error})",
+            architecture=shape.architecture,
+        ) from error
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+    difference = float((ours.float() - plain.float()).abs().max() / plain.float().abs().max().clamp_min(1e-6))
+    if not difference <= _TOLERANCE[dtype]:
+        raise ModelError(
+            f"the torch engine does not serve {shape.architecture}: its logits differ from the plain model's "
+            f"by {difference:.2g} of the largest",
+            architecture=shape.architecture,
+        )
+
+
+def _sliced_logits(model: Any, tokens: torch.Tensor, view: torch.Tensor, shape: DecoderShape) -> torch.Tensor:
+    """Logits of the last token, computed in two slices over one view."""
+    logits = torch.empty(0)
+    for start, stop in ((0, _FIRST_SLICE), (_FIRST_SLICE, _PROBE_TOKENS)):
+        step = Step(slices=(slice_views(view, row_begin=0, start=start, stop=stop),))
+        logits = model(
+            input_ids=tokens[:, start:stop],
+            position_ids=torch.arange(start, stop, device=tokens.device)[None],
+            use_cache=False,
+            logits_to_keep=1,
+            **{STEP_ARGUMENT: step},
+        ).logits[0, -1]
+        if sorted(step.visited_layers) != list(range(shape.layers)):
+            raise ModelError(
+                f"{len(set(step.visited_layers))} of {shape.layers} layers went through the attention interface "
+                f"({len(step.visited_layers)} calls); every layer must, once"
+            )
+    return logits

@@ -1,0 +1,145 @@
+"""Dense working views of sequences, and copies between views and block pages.
+
+A view is one tensor ``[layer, K/V, kv_head, capacity, dim]``; attention reads its front without gathering pages. On
+the CPU a view is virtual memory until its tokens are written: opening one for 8,000 tokens costs nothing, so it
+never has to grow. On an accelerator it is allocated in full. Closed views are kept for reuse up to a byte limit,
+because fresh memory costs a page fault per 4 KiB and used memory none.
+
+Pages are ``[block, layer, K/V, kv_head, token, dim]``: one block is one contiguous run of bytes. Copies go run by run
+over consecutive block ids, one strided copy each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvpool.errors import CapacityError, InvariantViolation
+from kvpool.types import BlockId
+
+MIN_CAPACITY_TOKENS = 256
+"""Capacities are rounded up to this times a power of two, so that closed views fit new sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class ViewShape:
+    """What one token of one sequence occupies."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+
+    def view(self, capacity_tokens: int) -> tuple[int, ...]:
+        """Shape of a view."""
+        return (self.layers, 2, self.kv_heads, capacity_tokens, self.head_dim)
+
+    def pages(self, num_blocks: int) -> tuple[int, ...]:
+        """Shape of the pages."""
+        return (num_blocks, self.layers, 2, self.kv_heads, self.block_tokens, self.head_dim)
+
+
+class ViewPool:
+    """Allocates views and keeps closed ones. Not thread-safe.
+
+    Args:
+        shape: of a token.
+        dtype, device: of every view.
+        spare_bytes: closed views kept for reuse, by their capacity, at most this many bytes.
+    """
+
+    def __init__(self, shape: ViewShape, *, dtype: torch.dtype, device: torch.device, spare_bytes: int) -> None:
+        self._shape = shape
+        self._dtype = dtype
+        self._device = device
+        self._spare_limit_bytes = spare_bytes
+        self._spare_bytes = 0
+        self._spare: dict[int, list[torch.Tensor]] = {}
+
+    def take(self, capacity_tokens: int) -> torch.Tensor:
+        """A view for at least ``capacity_tokens``; its content is arbitrary.
+
+        Raises:
+            CapacityError: the allocator refused.
+        """
+        rounded = round_capacity(capacity_tokens)
+        if spare := self._spare.get(rounded):
+            view = spare.pop()
+            self._spare_bytes -= view.nbytes
+            return view
+        try:
+            return torch.empty(self._shape.view(rounded), dtype=self._dtype, device=self._device)
+        except (RuntimeError, MemoryError) as error:  # torch reports a refused allocation as a RuntimeError
+            raise CapacityError(
+                f"no memory for the working view of a sequence of {rounded} tokens; "
+                "run fewer sequences at once or shorter ones",
+                capacity_tokens=rounded,
+            ) from error
+
+    def give_back(self, view: torch.Tensor) -> None:
+        """Take a view that nobody uses any more."""
+        if self._spare_bytes + view.nbytes <= self._spare_limit_bytes:
+            self._spare.setdefault(view.shape[3], []).append(view)
+            self._spare_bytes += view.nbytes
+
+    def clear(self) -> None:
+        """Drop every spare view."""
+        self._spare.clear()
+        self._spare_bytes = 0
+
+
+def round_capacity(tokens: int) -> int:
+    """The smallest `MIN_CAPACITY_TOKENS` x power of two that holds ``tokens``."""
+    rounded = MIN_CAPACITY_TOKENS
+    while rounded < tokens:
+        rounded *= 2
+    return rounded
+
+
+def map_pages(memory: memoryview, shape: ViewShape, num_blocks: int, dtype: torch.dtype) -> torch.Tensor:
+    """See ``memory`` as pages, without a copy. The tensor keeps the buffer exported until it is dropped.
+
+    Raises:
+        InvariantViolation: the memory is read-only or of another size.
+    """
+    pages_shape = shape.pages(num_blocks)
+    expected = torch.Size(pages_shape).numel() * dtype.itemsize
+    if memory.readonly or memory.nbytes != expected:
+        raise InvariantViolation(
+            f"page memory must be writable and {expected} bytes, got {memory.nbytes} (readonly={memory.readonly})"
+        )
+    return torch.frombuffer(memory, dtype=dtype).view(pages_shape)
+
+
+def load_pages(view: torch.Tensor, pages: torch.Tensor, first_block: int, block_ids: Sequence[BlockId]) -> None:
+    """Copy pages into blocks ``first_block ...`` of a view."""
+    for offset, page_start, page_stop in _runs(block_ids):
+        source = pages[page_start:page_stop].to(view.device)
+        _as_blocks(view, first_block + offset, source.shape[0], pages.shape[4]).copy_(source.permute(1, 2, 3, 0, 4, 5))
+
+
+def store_pages(view: torch.Tensor, pages: torch.Tensor, first_block: int, block_ids: Sequence[BlockId]) -> None:
+    """Copy blocks ``first_block ...`` of a view into pages, the inverse of `load_pages`."""
+    for offset, page_start, page_stop in _runs(block_ids):
+        blocks = _as_blocks(view, first_block + offset, page_stop - page_start, pages.shape[4])
+        pages[page_start:page_stop].copy_(blocks.permute(3, 0, 1, 2, 4, 5))
+
+
+def _as_blocks(view: torch.Tensor, first_block: int, count: int, block_tokens: int) -> torch.Tensor:
+    """Blocks of a view as ``[layer, K/V, kv_head, block, token, dim]``, aliasing it."""
+    start, stop = first_block * block_tokens, (first_block + count) * block_tokens
+    if stop > view.shape[3]:
+        raise InvariantViolation(f"blocks end at token {stop}, beyond the view's capacity of {view.shape[3]}")
+    layers, kinds, kv_heads, _, head_dim = view.shape
+    return view[:, :, :, start:stop].view(layers, kinds, kv_heads, count, block_tokens, head_dim)
+
+
+def _runs(block_ids: Sequence[BlockId]) -> Iterator[tuple[int, int, int]]:
+    """Runs of consecutive ids as (index of the first, id of the first, id after the last)."""
+    begin = 0
+    for index in range(1, len(block_ids) + 1):
+        if index == len(block_ids) or block_ids[index] != block_ids[index - 1] + 1:
+            yield begin, block_ids[begin], block_ids[begin] + index - begin
+            begin = index
