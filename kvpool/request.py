@@ -71,6 +71,8 @@ class GenerateRequest:
         prompt: token ids, at least one.
         sampling: how tokens are chosen.
         tenant: salt of the block namespace; empty shares with every other request without a tenant.
+        generated: tokens that an earlier attempt already delivered. They follow the prompt in the context, count
+            towards ``max_tokens``, and are not delivered again.
         timeout_ns: the client's budget for the whole request. It is a duration, not a moment, because clocks differ.
     """
 
@@ -78,11 +80,14 @@ class GenerateRequest:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     tenant: str = ""
+    generated: tuple[int, ...] = ()
     timeout_ns: int = 120_000_000_000
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise RequestError("the prompt is empty; give at least one token", field="prompt")
+        if len(self.generated) >= self.sampling.max_tokens:
+            raise RequestError("nothing is left to generate", field="generated")
         if self.timeout_ns <= 0:
             raise RequestError(f"timeout must be positive, got {self.timeout_ns} ns", field="timeout")
 

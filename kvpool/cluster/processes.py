@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import selectors
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvpool.cluster.guardian import CLUSTER_DIR_VARIABLE
 from kvpool.config import MetadataConfig
 from kvpool.errors import ConfigError, UnavailableError
 
@@ -100,6 +102,7 @@ class MetadataProcesses:
                 stdout=subprocess.PIPE,
                 stderr=log_file,
                 text=True,
+                env={**os.environ, CLUSTER_DIR_VARIABLE: str(self._log_dir)},  # so that the guardian finds it
                 start_new_session=True,  # a Ctrl-C at the terminal reaches the launcher, which ends them in order
             )
         try:

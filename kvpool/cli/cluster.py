@@ -1,0 +1,146 @@
+"""``kvpool up``, ``down`` and ``status``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.cli.connect import open_client, running_state
+from kvpool.cli.output import AddressOption, JsonOption, NameOption, console, guarded, print_json, print_table, progress
+from kvpool.cluster.state import DEFAULT_NAME, read_state
+from kvpool.config import ClusterConfig, EngineConfig, WorkerConfig, load_config
+from kvpool.errors import ConfigError, KVPoolError, RequestError, UnavailableError
+
+DOWN_TIMEOUT_S = 60.0
+
+
+def up(
+    config: Annotated[Path | None, typer.Option(help="TOML file with the settings.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Number of workers (without --config).")] = None,
+    model: Annotated[str | None, typer.Option(help="Bundled name, local path or hub id (without --config).")] = None,
+    name: NameOption = DEFAULT_NAME,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Place the actors on this Ray cluster (host:port); default: an embedded one.")
+    ] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Start a cluster and leave it running."""
+    guarded(lambda: _up(_settings(config, workers, model), name, ray_address, json_), as_json=json_)
+
+
+def _settings(path: Path | None, workers: int | None, model: str | None) -> ClusterConfig:
+    if path is not None:
+        if workers is not None or model is not None:
+            raise RequestError("--workers and --model apply without --config; set them in the file", field="config")
+        return load_config(path)
+    engine = EngineConfig() if model is None else EngineConfig(model=model)
+    return ClusterConfig(workers=(WorkerConfig(count=workers or WorkerConfig().count, engine=engine),))
+
+
+def _up(config: ClusterConfig, name: str, ray_address: str | None, as_json: bool) -> None:
+    command = [sys.executable, "-m", "kvpool.cluster.supervisor", "--name", name, "--config", config.model_dump_json()]
+    if ray_address is not None:
+        command += ["--ray-address", ray_address]
+    supervisor = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        ready = _wait_ready(supervisor)
+    except BaseException:
+        supervisor.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            supervisor.wait(DOWN_TIMEOUT_S)
+        raise
+    if as_json:
+        print_json(ready)
+    else:
+        console.print(f"cluster {name!r} is up at {ready['address']}; end it with 'kvpool down'", highlight=False)
+
+
+def _wait_ready(supervisor: subprocess.Popen[str]) -> dict[str, Any]:
+    """Relay the supervisor's progress until it is ready. It bounds each of its own steps."""
+    assert supervisor.stdout is not None
+    for line in supervisor.stdout:
+        try:
+            message = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # a library printed something
+        if "progress" in message:
+            progress(message["progress"])
+        elif "error" in message:
+            raise _error_of(message)
+        elif "ready" in message:
+            return dict(message["ready"])
+    raise UnavailableError(f"the supervisor ended without a word (exit code {supervisor.wait()})")
+
+
+def _error_of(message: dict[str, Any]) -> KVPoolError:
+    kinds = {kind.code: kind for kind in (*KVPoolError.__subclasses__(), *RequestError.__subclasses__(), ConfigError)}
+    return kinds.get(message["code"], KVPoolError)(message["error"])
+
+
+def down(name: NameOption = DEFAULT_NAME, json_: JsonOption = False) -> None:
+    """End the cluster that 'kvpool up' started. Fine when none runs."""
+    guarded(lambda: _down(name, json_), as_json=json_)
+
+
+def _down(name: str, as_json: bool) -> None:
+    from kvpool.cluster.supervisor import stop_supervisor
+
+    state = read_state(name)
+    if state is not None and not stop_supervisor(state, DOWN_TIMEOUT_S):
+        raise UnavailableError(f"cluster {name!r} (pid {state.pid}) did not end within {DOWN_TIMEOUT_S:.0f} s")
+    if as_json:
+        print_json({"name": name, "was_running": state is not None})
+    else:
+        console.print(f"cluster {name!r} " + ("ended" if state is not None else "was not running"), highlight=False)
+
+
+def status(address: AddressOption = None, name: NameOption = DEFAULT_NAME, json_: JsonOption = False) -> None:
+    """Members, blocks, links, decisions and failures of a cluster."""
+    guarded(lambda: _status(address, name, json_), as_json=json_)
+
+
+def _status(address: str | None, name: str, as_json: bool) -> None:
+    with open_client(address, name) as client:
+        value = client.status()
+    if address is None:
+        value["supervisor"] = {"pid": running_state(name).pid, "cluster_dir": running_state(name).cluster_dir}
+    if as_json:
+        print_json(value)
+        return
+    for part in ("router", "workers", "metadata"):
+        _print_part(part, value.get(part, {}))
+
+
+def _print_part(title: str, part: dict[str, Any]) -> None:
+    """Nested mappings of mappings become tables, the rest key/value lines."""
+    plain = {key: item for key, item in part.items() if not _is_table(item)}
+    if title in ("workers", "metadata"):
+        for name, item in part.items():
+            _print_part(f"{title[:-1] if title == 'workers' else title} {name}", item)
+        return
+    print_table(title, ("what", "value"), [(key, _short(item)) for key, item in plain.items()])
+    for key, item in part.items():
+        if _is_table(item):
+            columns = list(dict.fromkeys(column for row in item.values() for column in row))
+            rows = [(name, *(_short(row.get(column, "")) for column in columns)) for name, row in item.items()]
+            print_table(f"{title}: {key}", (key, *columns), rows)
+
+
+def _is_table(item: Any) -> bool:
+    return isinstance(item, dict) and bool(item) and all(isinstance(row, dict) for row in item.values())
+
+
+def _short(item: Any) -> str:
+    if isinstance(item, float):
+        return f"{item:.4g}"
+    if isinstance(item, dict):
+        return ", ".join(f"{key} {_short(value)}" for key, value in item.items()) or "–"
+    return str(item)

@@ -1,0 +1,79 @@
+"""``kvpool generate`` and ``explain``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.cli.connect import open_client
+from kvpool.cli.output import AddressOption, JsonOption, NameOption, console, guarded, print_json, stderr
+from kvpool.cluster.state import DEFAULT_NAME
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt, plain text.")],
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus mass.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a chat message.")] = False,
+    tenant: Annotated[str, typer.Option(help="Requests of different tenants never share blocks.")] = "",
+    timeout: Annotated[float, typer.Option(help="Budget in seconds.")] = 120.0,
+    address: AddressOption = None,
+    name: NameOption = DEFAULT_NAME,
+    json_: JsonOption = False,
+) -> None:
+    """Generate text on a running cluster."""
+    options = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "stop": tuple(stop or ()),
+        "tenant": tenant,
+        "timeout_s": timeout,
+    }
+    guarded(lambda: _generate(prompt, chat, options, address, name, json_), as_json=json_)
+
+
+def _generate(prompt: str, chat: bool, options: dict[str, Any], address: str | None, name: str, as_json: bool) -> None:
+    sent: Any = [{"role": "user", "content": prompt}] if chat else prompt
+    with open_client(address, name) as client:
+        for chunk in client.stream(sent, **options):
+            if not as_json:
+                console.print(chunk.text, end="", markup=False, highlight=False, soft_wrap=True)
+            if chunk.result is None:
+                continue
+            result = chunk.result
+            if as_json:
+                print_json({**asdict(result), "finish": result.finish.value})
+                continue
+            stats = result.stats
+            console.print()
+            stderr.print(
+                f"· {result.request_id}: {stats.worker_id}, {stats.plan}, cached {stats.tokens_cached} "
+                f"loaded {stats.tokens_loaded} redone {stats.tokens_redone}, TTFT {stats.ttft_ns / 1e6:.0f} ms",
+                highlight=False,
+            )
+
+
+def explain(
+    request_id: Annotated[str, typer.Argument(help="Identity of the request, as 'generate' printed it.")],
+    address: AddressOption = None,
+    name: NameOption = DEFAULT_NAME,
+    json_: JsonOption = False,
+) -> None:
+    """Why a request went where it went, and what the alternatives would have cost."""
+    guarded(lambda: _explain(request_id, address, name, json_), as_json=json_)
+
+
+def _explain(request_id: str, address: str | None, name: str, as_json: bool) -> None:
+    with open_client(address, name) as client:
+        record = client.explain(request_id)
+    if as_json:
+        print_json({key: value for key, value in record.items() if key != "text"})
+    else:
+        console.print(record["text"], markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,203 @@
+"""How clients reach a running cluster: typed calls on its actors, every wait bounded, every Ray error mapped once.
+
+The router answers `route`; tokens then stream from the worker itself, so neither the router nor this module's caller
+is on the way of a running request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray.actor import ActorHandle
+
+from kvpool.errors import DeadlineError, KVPoolError, RequestError, UnavailableError
+from kvpool.plan import Route
+from kvpool.request import GenerateRequest, TokenChunk
+from kvpool.tokenizer import TokenizerFiles
+from kvpool.types import RequestId, WorkerId, WorkerKey
+
+ROUTER_NAME = "router"
+LIVENESS_PERIOD_S = 1.0
+CALL_TIMEOUT_S = 10.0
+
+
+def namespace_of(cluster: str) -> str:
+    """Ray namespace of a cluster's actors."""
+    return f"kvpool-{cluster}"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterInfo:
+    """What a client must know of a cluster.
+
+    Attributes:
+        model: name of the served model.
+        tokenizer: its tokenizer, as data.
+        max_context_tokens: longest prompt plus output.
+        block_tokens: tokens per block.
+        metadata: addresses of the metadata servers.
+        workers: names of the worker actors the launcher started.
+    """
+
+    model: str
+    tokenizer: TokenizerFiles
+    max_context_tokens: int
+    block_tokens: int
+    metadata: tuple[str, ...]
+    workers: tuple[WorkerId, ...]
+
+
+def map_ray_error(error: Exception, what: str) -> KVPoolError:
+    """The one place where Ray's exceptions become ours. ``what`` names the call for the message."""
+    cause = getattr(error, "cause", None)
+    for candidate in (error, cause):
+        if isinstance(candidate, KVPoolError) and not isinstance(candidate, ray.exceptions.RayError):
+            return candidate
+    if isinstance(cause, KVPoolError):
+        return cause
+    if isinstance(error, (TimeoutError, ray.exceptions.GetTimeoutError)):
+        return DeadlineError(f"{what} did not answer in time")
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return UnavailableError(f"{what} failed: {error.cause!r}")
+    if isinstance(error, ray.exceptions.RayError):
+        return UnavailableError(f"{what} is not reachable: {type(error).__name__}")
+    if isinstance(error, ValueError):  # ray.get_actor on an unknown name
+        return UnavailableError(f"{what} is not running")
+    raise error
+
+
+class ClusterConnection:
+    """Calls on the actors of one cluster. Ray must be initialised; safe to use from one event loop."""
+
+    def __init__(self, cluster: str) -> None:
+        self._namespace = namespace_of(cluster)
+        self._actors: dict[str, ActorHandle] = {}
+
+    async def info(self) -> ClusterInfo:
+        """What the cluster serves."""
+        info: ClusterInfo = await self.call(ROUTER_NAME, "info")
+        return info
+
+    async def route(self, request: GenerateRequest, exclude: frozenset[WorkerKey], timeout_s: float) -> Route:
+        """Ask the router for a worker and a plan.
+
+        Raises:
+            UnavailableError: no router or no eligible worker; may be retried.
+        """
+        route: Route = await self.call(ROUTER_NAME, "route", request, exclude, timeout_s=timeout_s)
+        return route
+
+    async def stream(self, route: Route, request: GenerateRequest, timeout_s: float) -> AsyncIterator[TokenChunk]:
+        """Tokens of one attempt, until the last chunk.
+
+        Raises:
+            UnavailableError: the worker died or was fenced; another attempt is right.
+            DeadlineError: ``timeout_s`` passed.
+        """
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        what = f"worker {route.worker}"
+        generator = None
+        finished = False
+        try:
+            actor = self._actor(route.control_address)
+            generator = actor.generate.options(num_returns="streaming").remote(request, route)
+            while True:
+                reference = await self._next(generator, route.worker, deadline_s)
+                if reference is None:
+                    break
+                chunk: TokenChunk = await asyncio.wait_for(reference, CALL_TIMEOUT_S)
+                finished = chunk.finish is not None
+                yield chunk
+            if not finished:
+                raise UnavailableError(f"{what} ended the stream early")
+        except KVPoolError:
+            raise
+        except Exception as error:
+            raise map_ray_error(error, what) from error
+        finally:
+            if generator is not None and not finished:
+                self._cancel_quietly(route.control_address, request.request_id)
+
+    async def _next(self, generator: Any, key: WorkerKey, deadline_s: float) -> Any:
+        """Next reference, None at the end. A silent worker is checked against the membership once a second."""
+        loop = asyncio.get_running_loop()
+        step = asyncio.ensure_future(anext(generator, None))
+        try:
+            while True:
+                remaining_s = deadline_s - loop.time()
+                if remaining_s <= 0:
+                    raise DeadlineError(f"worker {key} did not finish before the request's deadline")
+                done, _ = await asyncio.wait({step}, timeout=min(LIVENESS_PERIOD_S, remaining_s))
+                if done:
+                    return step.result()
+                if not await self._is_member(key):
+                    raise UnavailableError(f"worker {key} is no longer a member of the pool")
+        finally:
+            step.cancel()
+
+    async def _is_member(self, key: WorkerKey) -> bool:
+        """False only when the router positively knows the worker is gone; an unknown is no reason to drop it."""
+        try:
+            return bool(await self.call(ROUTER_NAME, "is_member", key, timeout_s=LIVENESS_PERIOD_S))
+        except UnavailableError:
+            return True
+
+    async def cancel(self, control_address: str, request_id: RequestId) -> None:
+        """Cancel a request on a worker; unknown ids are fine."""
+        await self.call(control_address, "cancel", request_id)
+
+    def _cancel_quietly(self, control_address: str, request_id: RequestId) -> None:
+        try:
+            self._actor(control_address).cancel.remote(request_id)
+        except (UnavailableError, ray.exceptions.RayError):
+            return  # the worker is gone, and its requests with it
+
+    async def call(self, actor: str, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """Call a method of a named actor and wait at most ``timeout_s``.
+
+        Raises:
+            KVPoolError: what the actor raised, or UnavailableError / DeadlineError for Ray's own failures.
+        """
+        what = f"{actor}.{method}"
+        try:
+            reference = getattr(self._actor(actor), method).remote(*args)
+            return await asyncio.wait_for(reference, timeout_s)
+        except KVPoolError as error:
+            raise map_ray_error(error, what) from error
+        except Exception as error:
+            self._actors.pop(actor, None)
+            raise map_ray_error(error, what) from error
+
+    def _actor(self, name: str) -> ActorHandle:
+        if not ray.is_initialized():
+            raise UnavailableError("the connection to the Ray cluster is closed")
+        handle = self._actors.get(name)
+        if handle is None:
+            try:
+                handle = ray.get_actor(name, namespace=self._namespace)
+            except ValueError as error:
+                raise UnavailableError(f"no actor {name!r} in namespace {self._namespace!r}") from error
+            self._actors[name] = handle
+        return handle
+
+
+def connect_ray(address: str) -> None:
+    """Join a running Ray cluster as a driver.
+
+    Raises:
+        UnavailableError: nothing answers at the address.
+        RequestError: this process is already connected to another cluster.
+    """
+    if ray.is_initialized():
+        if ray.get_runtime_context().gcs_address != address:
+            raise RequestError(f"this process is already connected to another Ray cluster, not to {address}")
+        return
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UnavailableError(f"no Ray cluster answers at {address}: {error}") from error

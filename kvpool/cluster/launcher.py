@@ -1,0 +1,299 @@
+"""Starts a whole cluster and ends it: metadata servers, Ray, the router and the workers.
+
+By default Ray is an embedded local one that lives and dies with this process; with ``ray_address`` the actors are
+placed on a running Ray cluster, which is left running. Whatever happens, `Cluster.close` leaves no process, port,
+shared-memory segment or temp file; if the launcher is killed, the guardian process does the same.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from kvpool.cluster.connection import (
+    ROUTER_NAME,
+    ClusterConnection,
+    ClusterInfo,
+    connect_ray,
+    map_ray_error,
+    namespace_of,
+)
+from kvpool.cluster.guardian import CLUSTER_DIR_VARIABLE, reap, spawn_guardian
+from kvpool.cluster.processes import MetadataProcesses
+from kvpool.cluster.state import DEFAULT_NAME
+from kvpool.config import ClusterConfig, WorkerConfig
+from kvpool.errors import ConfigError, KVPoolError, UnavailableError
+from kvpool.tokenizer import read_tokenizer_files
+from kvpool.types import WorkerId
+from router.actor import RouterActor
+from workers.actor import WorkerActor, WorkerSpec
+from workers.engine.models import ResolvedModel, resolve_model
+
+OBJECT_STORE_BYTES = 128 * 1024 * 1024  # control messages and tokens only; blocks never go through it
+READY_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 10.0
+
+Progress = Callable[[str], None]
+
+
+def _silent(_: str) -> None:
+    return
+
+
+@dataclass
+class _Launched:
+    """What was started so far, in order, so that `close` can undo a half-made start."""
+
+    cluster_dir: Path
+    guardian: subprocess.Popen[bytes]
+    metadata: MetadataProcesses | None = None
+    owns_ray: bool = False
+    router: Any = None
+    workers: dict[WorkerId, Any] | None = None
+
+
+class Cluster:
+    """A running cluster, owned by this process. Create with `Cluster.start`; `close` may be repeated."""
+
+    def __init__(self, config: ClusterConfig, name: str, launched: _Launched) -> None:
+        self.config = config
+        self.name = name
+        self._launched = launched
+        self._closed = False
+        self._model: ResolvedModel | None = None
+        atexit.register(self.close)
+
+    @classmethod
+    def start(
+        cls,
+        config: ClusterConfig,
+        *,
+        ray_address: str | None = None,
+        name: str = DEFAULT_NAME,
+        progress: Progress = _silent,
+    ) -> Cluster:
+        """Start everything and wait until every worker serves.
+
+        Args:
+            config: the settings.
+            ray_address: a running Ray cluster (``host:port``); None starts an embedded one.
+            name: namespace of the actors, so that several clusters can share a Ray cluster.
+            progress: called with one line before each step.
+
+        Raises:
+            ConfigError: settings contradict each other or a port is in use.
+            ModelError: the model is unknown or not supported.
+            IncompatibleError: two workers have different layouts.
+            UnavailableError: something did not start in time.
+        """
+        _require_one_layout(config)
+        progress(f"model {config.workers[0].engine.model}: resolving")
+        model = resolve_model(config.workers[0].engine.model)
+        cluster_dir = Path(tempfile.mkdtemp(prefix="kvpool-"))
+        cluster = cls(config, name, _Launched(cluster_dir, spawn_guardian(cluster_dir)))
+        cluster._model = model
+        try:
+            cluster._start(ray_address, progress)
+        except BaseException:
+            cluster.close()
+            raise
+        return cluster
+
+    @property
+    def address(self) -> str:
+        """Ray address that clients connect to."""
+        return str(ray.get_runtime_context().gcs_address)
+
+    @property
+    def cluster_dir(self) -> Path:
+        """Temporary files and logs; removed by `close`."""
+        return self._launched.cluster_dir
+
+    @property
+    def metadata(self) -> MetadataProcesses:
+        """The metadata servers."""
+        assert self._launched.metadata is not None
+        return self._launched.metadata
+
+    @property
+    def worker_ids(self) -> tuple[WorkerId, ...]:
+        """Names of the workers, in order."""
+        return tuple(self._launched.workers or ())
+
+    def connection(self) -> ClusterConnection:
+        """A connection for clients in this process."""
+        return ClusterConnection(self.name)
+
+    def add_workers(self, group: WorkerConfig) -> tuple[WorkerId, ...]:
+        """Start more workers and wait until they serve; the running ones are not disturbed.
+
+        Raises:
+            IncompatibleError: their layout differs from the pool's; none of them stays.
+        """
+        workers = self._launched.workers
+        assert workers is not None
+        created = {worker_id: self._create_worker(worker_id, group) for worker_id in self._new_ids(group.count)}
+        try:
+            _wait_ready(created)
+        except BaseException:
+            for actor in created.values():
+                ray.kill(actor)
+            raise
+        workers.update(created)
+        return tuple(created)
+
+    def close(self) -> None:
+        """End everything that was started; waits at most about half a minute."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        launched = self._launched
+        if ray.is_initialized():
+            _stop_actors([*(launched.workers or {}).values(), launched.router])
+            if launched.owns_ray:
+                ray.shutdown()
+        if launched.metadata is not None:
+            launched.metadata.close()
+        reap(launched.cluster_dir)
+        assert launched.guardian.stdin is not None
+        launched.guardian.stdin.close()
+        try:
+            launched.guardian.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            launched.guardian.kill()
+            launched.guardian.wait()
+        shutil.rmtree(launched.cluster_dir, ignore_errors=True)
+
+    def _start(self, ray_address: str | None, progress: Progress) -> None:
+        launched = self._launched
+        os.environ[CLUSTER_DIR_VARIABLE] = str(launched.cluster_dir)
+        try:
+            progress(f"metadata service: starting {self.config.metadata.replicas}")
+            launched.metadata = MetadataProcesses(self.config.metadata, launched.cluster_dir)
+            launched.metadata.start()
+            progress("ray: " + (f"connecting to {ray_address}" if ray_address else "starting an embedded cluster"))
+            launched.owns_ray = _start_ray(ray_address, launched.cluster_dir)
+        finally:
+            os.environ.pop(CLUSTER_DIR_VARIABLE, None)
+        progress(f"workers: starting {self.config.num_workers} (each loads the model)")
+        launched.workers = {}
+        for group in self.config.workers:
+            for worker_id in self._new_ids(group.count):
+                launched.workers[worker_id] = self._create_worker(worker_id, group)
+        max_context_tokens = _wait_ready(launched.workers)
+        progress("router: starting")
+        launched.router = self._create_router(max_context_tokens)
+        _get(launched.router.ready.remote(len(launched.workers)), "router", READY_TIMEOUT_S)
+        progress("ready")
+
+    def _new_ids(self, count: int) -> list[WorkerId]:
+        taken = len(self._launched.workers or ())
+        return [WorkerId(f"worker-{index}") for index in range(taken, taken + count)]
+
+    def _create_worker(self, worker_id: WorkerId, group: WorkerConfig) -> Any:
+        assert self._model is not None
+        threads = group.engine.torch_threads or max(1, (os.cpu_count() or 1) // self.config.num_workers)
+        spec = WorkerSpec(
+            worker_id=worker_id,
+            config=group,
+            model=group.engine.model,
+            metadata=self.metadata.addresses,
+            threads=threads,
+        )
+        options = WorkerActor.options(
+            name=str(worker_id), namespace=namespace_of(self.name), scheduling_strategy="SPREAD"
+        )
+        return options.remote(spec)
+
+    def _create_router(self, max_context_tokens: int) -> Any:
+        assert self._model is not None
+        engine = self.config.workers[0].engine
+        info = ClusterInfo(
+            model=self._model.name,
+            tokenizer=read_tokenizer_files(self._model.path, self._model.name),
+            max_context_tokens=max_context_tokens,
+            block_tokens=engine.block_tokens,
+            metadata=self.metadata.addresses,
+            workers=self.worker_ids,
+        )
+        options = RouterActor.options(name=ROUTER_NAME, namespace=namespace_of(self.name))
+        return options.remote(self.config.router, info)
+
+
+def _require_one_layout(config: ClusterConfig) -> None:
+    first = config.workers[0].engine
+    for index, group in enumerate(config.workers):
+        for field in ("model", "dtype", "block_tokens"):
+            ours, theirs = getattr(first, field), getattr(group.engine, field)
+            if ours != theirs:
+                raise ConfigError(
+                    f"workers.0.engine.{field} is {ours!r} but workers.{index}.engine.{field} is {theirs!r}; "
+                    "all workers of a pool share one layout, so make them equal or start two clusters"
+                )
+
+
+def _start_ray(address: str | None, cluster_dir: Path) -> bool:
+    """Connect or start; True when this process owns the Ray cluster."""
+    if address is not None:
+        connect_ray(address)
+        return False
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(
+            num_cpus=max(4, os.cpu_count() or 1),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=str(cluster_dir / "ray"),
+            _node_ip_address="127.0.0.1",
+        )
+    except (ConnectionError, RuntimeError, OSError, ValueError) as error:
+        raise UnavailableError(f"the embedded Ray cluster did not start: {error}") from error
+    return True
+
+
+def _wait_ready(workers: dict[WorkerId, Any]) -> int:
+    """Wait until every worker serves; returns the least context length among them, in tokens."""
+    references = {worker_id: actor.ready.remote() for worker_id, actor in workers.items()}
+    return min(int(_get(reference, str(worker_id), READY_TIMEOUT_S)) for worker_id, reference in references.items())
+
+
+def _get(reference: Any, what: str, timeout_s: float) -> Any:
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except (KVPoolError, ray.exceptions.RayError) as error:
+        raise map_ray_error(error, what) from error
+
+
+def _stop_actors(actors: list[Any]) -> None:
+    """Ask each to stop (leave, fence its transfers), then kill it."""
+    actors = [actor for actor in actors if actor is not None]
+    references = []
+    for actor in actors:
+        try:
+            references.append(actor.stop.remote())
+        except ray.exceptions.RayError:
+            continue  # already dead
+    if references:
+        with contextlib.suppress(ray.exceptions.RayError):  # what does not stop in time is killed next
+            ray.wait(references, num_returns=len(references), timeout=STOP_TIMEOUT_S)
+    for actor in actors:
+        try:
+            ray.kill(actor)
+        except ray.exceptions.RayError:
+            continue

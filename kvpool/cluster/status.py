@@ -1,0 +1,55 @@
+"""``kvpool status``: one picture of a cluster from its three kinds of parts, each of which may be down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+from kvpool.cluster.connection import ROUTER_NAME, ClusterConnection
+from kvpool.errors import KVPoolError
+from kvpool.metadata.client import MetadataClient
+
+PART_TIMEOUT_S = 3.0
+
+
+async def cluster_status(connection: ClusterConnection) -> dict[str, Any]:
+    """Status of router, workers and metadata servers. A part that does not answer is named, with its error.
+
+    Returns:
+        ``{"model", "router", "workers": {id: …}, "metadata": {address: …}}``; a dead part is ``{"error": …}``.
+    """
+    try:
+        info = await connection.info()
+    except KVPoolError as error:
+        return {"router": _dead(error), "workers": {}, "metadata": {}}
+    router, *others = await asyncio.gather(
+        _part(connection.call(ROUTER_NAME, "status", timeout_s=PART_TIMEOUT_S)),
+        *(_part(connection.call(worker, "status", timeout_s=PART_TIMEOUT_S)) for worker in info.workers),
+        *(_part(asyncio.to_thread(_describe, address)) for address in info.metadata),
+    )
+    return {
+        "model": info.model,
+        "router": router,
+        "workers": dict(zip(info.workers, others, strict=False)),
+        "metadata": dict(zip(info.metadata, others[len(info.workers) :], strict=True)),
+    }
+
+
+def _describe(address: str) -> dict[str, Any]:
+    client = MetadataClient((address,))
+    try:
+        return dict(client.describe())
+    finally:
+        client.close()
+
+
+async def _part(call: Awaitable[Any]) -> Any:
+    try:
+        return await call
+    except KVPoolError as error:
+        return _dead(error)
+
+
+def _dead(error: KVPoolError) -> dict[str, Any]:
+    return {"error": str(error), "code": error.code}

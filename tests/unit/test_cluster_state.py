@@ -1,0 +1,57 @@
+"""The state file of ``kvpool up``: found while its process lives, gone afterwards."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvpool.cluster.state import ClusterState, read_state, remove_state, state_path, write_state
+from kvpool.errors import RequestError, UnavailableError
+
+
+@pytest.fixture(autouse=True)
+def _own_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+def _state() -> ClusterState:
+    return ClusterState("c", "127.0.0.1:1", ("127.0.0.1:2",), os.getpid(), psutil.Process().create_time(), "/tmp/x")
+
+
+def test_a_running_cluster_is_found_and_forgotten_again() -> None:
+    write_state(_state())
+    assert read_state("c") == _state()
+    remove_state("c")
+    remove_state("c")
+    assert read_state("c") is None
+
+
+def test_the_file_of_a_dead_supervisor_is_removed() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    created_s = psutil.Process(process.pid).create_time()
+    process.wait()
+    write_state(replace(_state(), pid=process.pid, pid_created_s=created_s))
+    assert read_state("c") is None
+    assert not state_path("c").exists()
+
+
+def test_a_reused_pid_is_not_taken_for_the_supervisor() -> None:
+    write_state(replace(_state(), pid_created_s=psutil.Process().create_time() - 100))
+    assert read_state("c") is None
+
+
+def test_a_damaged_file_is_named() -> None:
+    state_path("c").parent.mkdir(parents=True)
+    state_path("c").write_text("{")
+    with pytest.raises(UnavailableError, match=r"c\.json"):
+        read_state("c")
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a b"])
+def test_a_name_that_is_no_file_name_is_refused(name: str) -> None:
+    with pytest.raises(RequestError, match="cluster name"):
+        state_path(name)

@@ -1,0 +1,134 @@
+"""The Ray shell around one worker: places, names and restarts it, and streams its tokens. No decision lives here.
+
+A restarted actor is a new incarnation: it takes a new epoch, starts with empty pages and joins the pool again, which
+removes what the old incarnation had registered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from kvpool.config import WorkerConfig
+from kvpool.errors import KVPoolError, RequestError, UnavailableError
+from kvpool.plan import Route
+from kvpool.request import GenerateRequest, TokenChunk
+from kvpool.types import RequestId, WorkerEpoch, WorkerId, WorkerKey
+from workers.assemble import AssembledWorker, assemble_worker
+
+MAX_CONCURRENT_CALLS = 1000
+MAX_QUEUED_CHUNKS = 65_536
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What a worker actor needs to start, again and again.
+
+    Attributes:
+        worker_id: its name, also the actor's.
+        config: its group's settings.
+        model: name of the model; every node resolves it for itself.
+        metadata: addresses of the metadata servers.
+        threads: intra-op threads of the engine.
+    """
+
+    worker_id: WorkerId
+    config: WorkerConfig
+    model: str
+    metadata: tuple[str, ...]
+    threads: int
+
+
+@ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=MAX_CONCURRENT_CALLS)
+class WorkerActor:
+    """One worker. `ready` tells when, or why not, it serves."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._key = WorkerKey(spec.worker_id, WorkerEpoch(time.time_ns()))
+        self._booted: concurrent.futures.Future[AssembledWorker] = concurrent.futures.Future()
+        threading.Thread(target=self._boot, name="kvpool-boot", daemon=True).start()
+
+    def _boot(self) -> None:
+        try:
+            self._booted.set_result(assemble_worker(self._key, self._spec))
+        except BaseException as error:
+            log.exception("worker %s did not start", self._key)
+            self._booted.set_exception(error)
+
+    async def ready(self) -> int:
+        """Wait until the worker serves; returns the longest context it takes, in tokens.
+
+        Raises:
+            KVPoolError: why it did not start.
+        """
+        worker = await asyncio.wrap_future(self._booted)
+        return worker.max_context_tokens
+
+    async def generate(self, request: GenerateRequest, route: Route) -> AsyncIterator[TokenChunk]:
+        """Serve one request by the route's plan and stream its tokens.
+
+        Raises:
+            UnavailableError: the route names another incarnation, or this one is still starting.
+            KVPoolError: the request was refused or failed.
+        """
+        worker = self._worker()
+        if route.worker != self._key:
+            raise UnavailableError(f"the route names {route.worker}, but this is {self._key}; ask the router again")
+        loop = asyncio.get_running_loop()
+        chunks: asyncio.Queue[TokenChunk | KVPoolError] = asyncio.Queue(MAX_QUEUED_CHUNKS)
+
+        def sink(item: TokenChunk | KVPoolError) -> None:
+            loop.call_soon_threadsafe(chunks.put_nowait, item)
+
+        worker.core.submit(request, route.plan, route.decision_id, sink)
+        finished = False
+        try:
+            while not finished:
+                item = await chunks.get()  # bounded: the core ends every request by its deadline
+                if isinstance(item, KVPoolError):
+                    finished = True
+                    raise item
+                finished = item.finish is not None
+                yield item
+        finally:
+            if not finished:
+                worker.core.cancel(request.request_id)
+
+    async def cancel(self, request_id: RequestId) -> None:
+        """Cancel a request; unknown ids are fine."""
+        self._worker().core.cancel(request_id)
+
+    async def status(self) -> dict[str, Any]:
+        """Counters and gauges of this worker."""
+        worker = self._worker()
+        return {"key": str(self._key), **await asyncio.to_thread(worker.status)}
+
+    async def drain(self) -> None:
+        """Take no new requests; running ones finish."""
+        self._worker().core.drain()
+
+    async def stop(self) -> None:
+        """Leave the pool and release everything. May be repeated."""
+        if self._booted.done() and self._booted.exception() is None:
+            await asyncio.to_thread(self._booted.result().close)
+
+    def _worker(self) -> AssembledWorker:
+        if not self._booted.done():
+            raise UnavailableError(f"worker {self._key} is still starting")
+        error = self._booted.exception()
+        if error is not None:
+            raise (
+                error if isinstance(error, KVPoolError) else RequestError(f"worker {self._key} did not start: {error}")
+            )
+        return self._booted.result()
