@@ -57,7 +57,9 @@ def log_sum_exp(logits: Logits) -> float:
     if not np.isfinite(peak):
         raise NumericsError(f"the model produced logits without a finite maximum ({peak})")
     # float32 exponentials with a float64 sum: exact to about 1e-6, ten times cheaper than float64 throughout.
-    return peak + float(np.log(np.exp(logits - np.float32(peak)).sum(dtype=np.float64)))
+    with np.errstate(over="ignore"):  # a difference beyond float32 is -inf, whose exponential is the right 0
+        total = float(np.exp(logits - np.float32(peak)).sum(dtype=np.float64))
+    return peak + float(np.log(total))
 
 
 def top_logprobs(logits: Logits, log_total: float, count: int) -> tuple[tuple[int, float], ...]:
@@ -90,7 +92,8 @@ def _draw(logits: Logits, params: SamplingParams, fraction: float) -> int:
 
 def _scaled_weights(logits: Logits, temperature: float) -> _Probabilities:
     """Softmax numerators at a temperature; the largest is 1, so no temperature overflows."""
-    scaled: _Probabilities = np.exp((logits.astype(np.float64) - float(logits.max())) / temperature)
+    with np.errstate(over="ignore"):  # as above
+        scaled: _Probabilities = np.exp((logits.astype(np.float64) - float(logits.max())) / temperature)
     return scaled
 
 
