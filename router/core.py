@@ -1,0 +1,356 @@
+"""The router without a network: watches members and reports, decides, reserves, records.  (no Ray, no gRPC)
+
+    directory ──prefixes──▶ route ──▶ Route          one decision: snapshot → policy → reserve → record
+    on_member_change, on_report ──▶ fleet, ledger, estimators, records
+
+Not thread-safe: the shell calls it from one thread or event loop. The clock is handed in. Losing reports loses
+accuracy, never correctness.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Protocol
+
+from kvpool.errors import RequestError, UnavailableError
+from kvpool.plan import Route
+from kvpool.reports import LoadSample, RequestOutcome, WorkerReport
+from kvpool.types import BlockHash, MemberInfo, MemberState, RequestId, Tier, WorkerId, WorkerKey
+from router import cost
+from router.decide import Decision
+from router.estimators import FailureEstimators, LinkEstimators, PrefillEstimators
+from router.fleet import Fleet
+from router.ledger import Ledger
+from router.policies import Policy, make_policy
+from router.record import DecisionRecord, RecordStore, explain_lines
+from router.signals import Features, Footprint, RequestView, Snapshot, WorkerView
+
+NOT_THE_HOLDERS_FAULT = frozenset({"cancelled", "capacity"})
+STATE_VERSION = 1
+
+
+class Directory(Protocol):
+    """The router's own copy of the index, as the metadata watcher keeps it."""
+
+    def prefixes(self, chain: Sequence[BlockHash]) -> Mapping[WorkerKey, Mapping[Tier, int]]:
+        """Leading blocks of the chain each worker holds, by tier; workers that hold none may be absent."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMeta:
+    """What the shell knows of a request.
+
+    Attributes:
+        request_id: identity; a retry keeps it.
+        prompt_tokens: length of the prompt.
+        chain: hashes of its full blocks.
+        max_tokens: tokens to generate at most.
+        exclude: incarnations that just failed this request.
+    """
+
+    request_id: RequestId
+    prompt_tokens: int
+    chain: tuple[BlockHash, ...]
+    max_tokens: int = 1
+    exclude: frozenset[WorkerKey] = frozenset()
+
+
+class RouterCore:
+    """One router's state.
+
+    Args:
+        directory: index of who holds what.
+        clock_ns: monotonic nanoseconds.
+        policy: routing policy or its name.
+        features: plans the workers can execute.
+        max_records: bound on decision records.
+        router_id: prefix of decision ids; keeps those of several routers apart.
+        rng: for policies that are random by definition.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        clock_ns: Callable[[], int],
+        *,
+        policy: Policy | str = "kvpool",
+        features: Features | None = None,
+        max_records: int = 10_000,
+        router_id: str = "r0",
+        rng: Random | None = None,
+    ) -> None:
+        self._directory = directory
+        self._clock_ns = clock_ns
+        self._policy = make_policy(policy) if isinstance(policy, str) else policy
+        self._features = features or Features()
+        self._rng = rng or Random(0)
+        self._router_id = router_id
+        self._prefills = PrefillEstimators()
+        self._links = LinkEstimators()
+        self._failures = FailureEstimators()
+        self._fleet = Fleet(self._links)
+        self._ledger = Ledger()
+        self._records = RecordStore(max_records)
+        self._keys: tuple[WorkerKey, ...] = ()
+        self._footprint: Footprint | None = None
+        self._sequences: dict[WorkerKey, int] = {}
+        self._worker_counters: dict[WorkerKey, dict[str, int]] = {}
+        self._decided = 0
+        self._counters: Counter[str] = Counter()
+        self._by_kind: Counter[str] = Counter()
+        self._failures_by_kind: Counter[str] = Counter()
+        self._failures_by_link: Counter[tuple[WorkerId, WorkerId, str]] = Counter()
+
+    # ---- deciding
+
+    def route(self, meta: RequestMeta) -> Route:
+        """Decide a request and reserve what the decision takes.
+
+        Raises:
+            RequestError: the prompt is empty.
+            UnavailableError: no worker can take it now.
+        """
+        if meta.prompt_tokens < 1:
+            raise RequestError("the prompt is empty; give at least one token", field="prompt")
+        now_ns = self._clock_ns()
+        for key in self._ledger.expire(now_ns):
+            self._fleet.set_totals(key, self._ledger.totals(key))
+        snapshot = self.snapshot(meta.chain, now_ns)
+        request = RequestView(
+            meta.request_id, meta.prompt_tokens, len(meta.chain), max_tokens=meta.max_tokens, exclude=meta.exclude
+        )
+        decision = self._policy.choose(request, snapshot, self._rng)
+        self._decided += 1
+        decision_id = f"{self._router_id}-{self._decided}"
+        self._remember(decision_id, request, snapshot, decision)
+        for key in self._ledger.reserve(meta.request_id, decision.promise, now_ns):
+            self._fleet.set_totals(key, self._ledger.totals(key))
+        self._by_kind[decision.plan.kind.value] += 1
+        view = snapshot.workers[decision.position]
+        return Route(
+            request_id=meta.request_id,
+            decision_id=decision_id,
+            worker_id=view.key.worker_id,
+            worker=view.key,
+            control_address=view.control_address,
+            plan=decision.plan,
+        )
+
+    def snapshot(self, chain: Sequence[BlockHash], now_ns: int) -> Snapshot:
+        """What a decision about this chain would see now. Valid until the next call of any method.
+
+        Raises:
+            UnavailableError: no worker has joined yet.
+        """
+        if self._footprint is None or not len(self._fleet):
+            raise UnavailableError("no worker has joined the pool yet; start workers or retry later", workers=0)
+        return Snapshot(
+            now_ns=now_ns,
+            workers=self._fleet.workers,
+            index=self._fleet.index,
+            columns=self._fleet.columns,
+            prefixes=self._directory.prefixes(chain) if chain else {},
+            footprint=self._footprint,
+            links=self._fleet,
+            failures=self._failures,
+            features=self._features,
+        )
+
+    def release(self, request_id: RequestId) -> None:
+        """The request will not run (cancelled, or its worker could not be reached): drop its promises."""
+        for key in self._ledger.release(request_id, self._clock_ns()):
+            self._fleet.set_totals(key, self._ledger.totals(key))
+
+    # ---- hearing
+
+    def on_member_change(self, info: MemberInfo, state: MemberState | None) -> None:
+        """A member joined, changed state, or left (``None``)."""
+        key = info.key
+        if state is None:
+            self._forget(key)
+            return
+        if self._footprint is None or not len(self._fleet):
+            self._footprint = Footprint(info.block_tokens, info.block_bytes)
+        view = WorkerView(
+            key=key,
+            role=info.role,
+            state=state,
+            transport=info.transport,
+            data_address=info.data_address,
+            control_address=info.control_address,
+        )
+        self._fleet.put(view, self._prefills.curve(key.worker_id))
+        self._fleet.set_totals(key, self._ledger.totals(key))
+        self._keys = tuple(view.key for view in self._fleet.workers)
+
+    def on_report(self, report: WorkerReport) -> None:
+        """A worker's report. Unknown members, repeated and overtaken reports are counted and dropped."""
+        key = report.key
+        if self._fleet.get(key) is None:
+            self._counters["reports_of_strangers"] += 1
+            return
+        if report.sequence <= self._sequences.get(key, -1):
+            self._counters["reports_repeated"] += 1
+            return
+        self._sequences[key] = report.sequence
+        now_ns = self._clock_ns()
+        for prefill in report.prefills:
+            self._prefills.observe(key.worker_id, prefill.new_tokens, prefill.context_tokens, prefill.elapsed_ns)
+        for load in report.loads:
+            self._learn_load(key, load, now_ns)
+        for outcome in report.outcomes:
+            self.outcome(outcome)
+        curve = self._prefills.curve(key.worker_id)
+        work_ns = cost.queue_ns(report.load, curve)
+        self._ledger.on_report(key, work_ns, report.load.served_request_ids, now_ns)
+        self._fleet.set_load(key, report.load, now_ns)
+        self._fleet.set_curve(key, curve)
+        self._fleet.set_totals(key, self._ledger.totals(key))
+        if report.counters:
+            self._worker_counters[key] = dict(report.counters)
+
+    def outcome(self, outcome: RequestOutcome) -> None:
+        """What became of a routed request. Outcomes of other routers' decisions are ignored."""
+        if not outcome.decision_id.startswith(f"{self._router_id}-"):
+            return
+        for key in self._ledger.release(outcome.request_id, self._clock_ns()):
+            self._fleet.set_totals(key, self._ledger.totals(key))
+        if self._records.join(outcome) is None:
+            self._counters["outcomes_without_record"] += 1
+            return
+        self._counters["outcomes"] += 1
+
+    # ---- telling
+
+    def record(self, request_id: RequestId) -> DecisionRecord | None:
+        """Newest decision about a request, None when unknown or dropped."""
+        found = self._records.of_request(request_id)
+        return found[-1] if found else None
+
+    def records(self) -> list[DecisionRecord]:
+        """All kept records, oldest first."""
+        return list(self._records)
+
+    def explain(self, request_id: RequestId) -> list[str]:
+        """Why a request went where it went, for a reader; every decision after retries.
+
+        Raises:
+            RequestError: the request is unknown here or its record was dropped.
+        """
+        found = self._records.of_request(request_id)
+        if not found:
+            raise RequestError(
+                f"no decision about request {request_id!r} is kept; it is unknown to this router or older than its "
+                f"{len(self._records)} records",
+                request_id=request_id,
+            )
+        return [line for record in found for line in explain_lines(record)]
+
+    def status(self) -> dict[str, Any]:
+        """JSON-serialisable summary: members, learned curves in human units, decisions and failures by kind."""
+        now_ns = self._clock_ns()
+        return {
+            "router_id": self._router_id,
+            "policy": self._policy.name,
+            "workers": [self._worker_status(position, now_ns) for position in range(len(self._fleet))],
+            "links": self._link_status(),
+            "decisions": dict(self._by_kind),
+            "failures": dict(self._failures_by_kind),
+            "failures_by_link": [
+                {"holder": holder, "reader": reader, "kind": kind, "count": count}
+                for (holder, reader, kind), count in sorted(self._failures_by_link.items())
+            ],
+            "records": len(self._records),
+            "records_dropped": self._records.dropped,
+            "promises": len(self._ledger),
+            "counters": dict(self._counters),
+        }
+
+    def learned(self) -> dict[str, Any]:
+        """What to keep across a restart; JSON-serialisable."""
+        return {"version": STATE_VERSION, "prefills": self._prefills.to_dict(), "links": self._links.to_dict()}
+
+    def restore(self, data: Mapping[str, Any]) -> bool:
+        """Take over what `learned` saved; False (and nothing changes) when it is of another version."""
+        if data.get("version") != STATE_VERSION:
+            return False
+        self._prefills.restore(data["prefills"])
+        self._links.restore(data["links"], self._clock_ns())
+        for view in self._fleet.workers:
+            self._fleet.set_curve(view.key, self._prefills.curve(view.key.worker_id))
+            self._fleet.links_changed(view.key.worker_id)
+        return True
+
+    # ---- private
+
+    def _remember(self, decision_id: str, request: RequestView, snapshot: Snapshot, decision: Decision) -> None:
+        redo = decision.prices[0].priced
+        self._records.add(
+            DecisionRecord(
+                decision_id=decision_id,
+                at_ns=snapshot.now_ns,
+                policy=self._policy.name,
+                request=request,
+                workers=self._keys,
+                eligible=snapshot.columns.eligible.copy(),
+                wait_ns=redo.ttft_ns - redo.gpu_ns,
+                decision=decision,
+            )
+        )
+
+    def _learn_load(self, reader: WorkerKey, load: LoadSample, now_ns: int) -> None:
+        holder = load.holder
+        if load.failure is None:
+            self._links.observe((holder.worker_id, reader.worker_id, Tier.DEVICE), load.bytes, load.elapsed_ns, now_ns)
+            self._fleet.links_changed(holder.worker_id)
+            self._failures.observe(holder, False, now_ns)
+            return
+        self._failures_by_kind[load.failure] += 1
+        self._failures_by_link[holder.worker_id, reader.worker_id, load.failure] += 1
+        if load.failure not in NOT_THE_HOLDERS_FAULT:
+            self._failures.observe(holder, True, now_ns)
+
+    def _forget(self, key: WorkerKey) -> None:
+        self._ledger.forget(key, self._clock_ns())
+        self._failures.forget(key)
+        self._sequences.pop(key, None)
+        self._worker_counters.pop(key, None)
+        if self._fleet.remove(key):
+            self._keys = tuple(view.key for view in self._fleet.workers)
+            for view in self._fleet.workers:
+                self._fleet.set_totals(view.key, self._ledger.totals(view.key))
+
+    def _worker_status(self, position: int, now_ns: int) -> dict[str, Any]:
+        view, columns = self._fleet.workers[position], self._fleet.columns
+        curve = self._prefills.curve(view.key.worker_id)
+        return {
+            "worker": str(view.key),
+            "role": view.role.value,
+            "state": view.state.value,
+            "wait_ms": max(0.0, float(columns.gpu_free_ns[position]) - now_ns) / 1e6,
+            "requests": int(columns.requests[position]),
+            "queued_tokens": int(columns.queued_tokens[position]),
+            "prefill_t0_ms": curve.t0_ns / 1e6,
+            "prefill_us_per_token": curve.token_ns / 1e3,
+            "prefill_ps_per_pair": curve.pair_ns * 1e3,
+            "prefill_samples": self._prefills.samples(view.key.worker_id),
+            "load_failure_probability": self._failures.probability(view.key, now_ns),
+            "counters": self._worker_counters.get(view.key, {}),
+        }
+
+    def _link_status(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "holder": holder,
+                "reader": reader,
+                "tier": tier.name.lower(),
+                "alpha_ms": curve.alpha_ns / 1e6,
+                "beta_gbytes_per_s": curve.bytes_per_second / 1e9,
+                "samples": samples,
+                "bytes": num_bytes,
+            }
+            for (holder, reader, tier), (curve, samples, num_bytes) in sorted(self._links.known().items())
+        ]

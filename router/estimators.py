@@ -1,0 +1,495 @@
+"""What the router learns from reports: prefill curves, link curves, failure rates.  (pure)
+
+Every estimator is a plain object that is told observations with their time and asked for a curve; it knows no clock
+and no RNG, and `to_dict`/`from_dict` carry it across a router restart. Nothing here decides anything.
+
+Both curves are linear in features with coefficients ≥ 0 and are fitted on *relative* error (weights 1/T²):
+
+    prefill  T(u | c) = t0 + a·u + b·(u·c + u²/2)      u new tokens over c cached ones
+    link     T(bytes) = α + bytes/β
+
+Invariants: coefficients are finite and ≥ 0; a curve exists before the first sample (the prior); the first sample
+rescales the prior, whose *shape* is trusted more than its speed; one outlier moves a curve by a bounded step, a run
+of them on one side is drift and is followed at once; an estimate that is no longer observed fades back to its
+parent, so that a link found slow is tried again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvpool.types import Tier, WorkerId, WorkerKey
+
+OUTLIER_RATIO = 3.0  # an observation this far from the prediction is suspicious
+DRIFT_RUN = 4  # this many suspicious ones in a row on one side are drift
+DRIFT_KEEP = 0.3  # share of the memory that survives each further observation of a drift
+RESIDUALS_KEPT = 64
+PREFILL_FORGETTING = 0.99
+LINK_FORGETTING = 0.9
+LINK_HALF_LIFE_NS = 60_000_000_000  # an unobserved link fades to its parent with this half-life
+FAILURE_HALF_LIFE_NS = 30_000_000_000
+FAILURE_PRIOR = 0.01
+FAILURE_PRIOR_WEIGHT = 2.0
+_PROXIMITY = 0.01  # weight of the pull towards the current curve; keeps a fit of equal samples well-posed
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCurve:
+    """Predicted time of one prefill.
+
+    Attributes:
+        t0_ns: fixed time of a pass.
+        token_ns: time per new token (``a``).
+        pair_ns: time per pair of new token and token attended to (``b``).
+        p90_ratio: 90th percentile of observed / predicted.
+    """
+
+    t0_ns: float
+    token_ns: float
+    pair_ns: float
+    p90_ratio: float = 1.5
+
+    def time_ns(self, new_tokens: float, context_tokens: float) -> float:
+        """T(u | c) in nanoseconds; 0 when there is nothing to compute."""
+        if new_tokens <= 0:
+            return 0.0
+        pairs = new_tokens * (context_tokens + 0.5 * new_tokens)
+        return self.t0_ns + self.token_ns * new_tokens + self.pair_ns * pairs
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCurve:
+    """Predicted time of one load: ``alpha_ns + bytes * byte_ns``; ``p90_ratio`` as in `PrefillCurve`."""
+
+    alpha_ns: float
+    byte_ns: float
+    p90_ratio: float = 1.5
+
+    def time_ns(self, num_bytes: float) -> float:
+        """α + bytes/β in nanoseconds."""
+        return self.alpha_ns + self.byte_ns * num_bytes
+
+    @property
+    def bytes_per_second(self) -> float:
+        """β in human units; infinite for a free link."""
+        return 1e9 / self.byte_ns if self.byte_ns > 0 else math.inf
+
+
+PREFILL_PRIOR = PrefillCurve(t0_ns=10e6, token_ns=200e3, pair_ns=10.0)
+"""A small accelerator or a big CPU. Slow on purpose: before the first sample a load is worth trying."""
+
+LINK_PRIORS = {
+    Tier.DEVICE: LinkCurve(alpha_ns=1e6, byte_ns=0.5),
+    Tier.HOST: LinkCurve(alpha_ns=1e6, byte_ns=0.6),
+    Tier.DISK: LinkCurve(alpha_ns=3e6, byte_ns=1.0),
+}
+"""2, 1.7 and 1 GB/s: slower than most links, faster than redoing on most models."""
+
+Features = tuple[float, ...]
+
+
+class RelativeFit:
+    """Non-negative least squares of relative error with exponential forgetting.
+
+    Minimises Σ λ^age · (1 − x·θ/T)² over θ ≥ 0. Information form of recursive least squares; exact for up to three
+    features. Not thread-safe.
+
+    Args:
+        coefficients: the prior θ, all ≥ 0, at least one above 0.
+        probes: feature vectors that span the space; the prior's shape is remembered at these points.
+        forgetting: λ in (0, 1).
+    """
+
+    __slots__ = ("_forgetting", "_gram", "_probes", "_rhs", "_run", "_sorted", "coefficients", "count", "ratios")
+
+    def __init__(self, coefficients: Sequence[float], probes: Sequence[Features], forgetting: float) -> None:
+        self.coefficients = tuple(float(value) for value in coefficients)
+        self.count = 0
+        self.ratios: list[float] = []
+        self._sorted: list[float] | None = None
+        self._probes = tuple(probes)
+        self._forgetting = forgetting
+        self._run = 0  # signed length of the current run of suspicious observations
+        self._remember_curve(1.0)
+
+    def predict(self, features: Features) -> float:
+        """x·θ."""
+        return sum(x * theta for x, theta in zip(features, self.coefficients, strict=True))
+
+    def observe(self, features: Features, value: float) -> None:
+        """Learn one observation; values that are not positive and finite are ignored."""
+        if not (value > 0.0 and math.isfinite(value)):
+            return
+        predicted = self.predict(features)
+        if self.count == 0 or predicted <= 0.0:
+            self._rescale(value / predicted if predicted > 0.0 else 1.0)
+            predicted = self.predict(features)
+        self.count += 1
+        ratio = value / predicted if predicted > 0.0 else 1.0
+        self._note(ratio)
+        keep, value = self._judge(ratio, predicted, value)
+        size = len(features)
+        row = [x / value for x in features]
+        for i in range(size):
+            self._rhs[i] = keep * self._rhs[i] + row[i]
+            for j in range(size):
+                self._gram[i][j] = keep * self._gram[i][j] + row[i] * row[j]
+        self._solve()
+
+    def quantile(self, share: float) -> float:
+        """Quantile of observed / predicted over the last observations; 1.5 before there are eight."""
+        if len(self.ratios) < 8:
+            return 1.5
+        if self._sorted is None:
+            self._sorted = sorted(self.ratios)
+        return self._sorted[min(len(self._sorted) - 1, int(share * len(self._sorted)))]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a file; the inverse of `restore`."""
+        return {
+            "coefficients": list(self.coefficients),
+            "count": self.count,
+            "ratios": list(self.ratios),
+            "gram": [list(row) for row in self._gram],
+            "rhs": list(self._rhs),
+        }
+
+    def restore(self, data: dict[str, Any]) -> None:
+        """Take over what `to_dict` saved."""
+        self.coefficients = tuple(float(value) for value in data["coefficients"])
+        self.count = int(data["count"])
+        self.ratios = [float(value) for value in data["ratios"]]
+        self._sorted = None
+        self._gram = [[float(value) for value in row] for row in data["gram"]]
+        self._rhs = [float(value) for value in data["rhs"]]
+
+    def _judge(self, ratio: float, predicted: float, value: float) -> tuple[float, float]:
+        """How much memory survives, and the value to learn: clipped for an outlier, as it is for drift."""
+        if 1.0 / OUTLIER_RATIO <= ratio <= OUTLIER_RATIO:
+            self._run = 0
+            return self._forgetting, value
+        side = 1 if ratio > 1.0 else -1
+        self._run = self._run + side if self._run * side > 0 else side
+        if abs(self._run) >= DRIFT_RUN:
+            return DRIFT_KEEP * self._forgetting, value
+        return self._forgetting, predicted * (OUTLIER_RATIO if side > 0 else 1.0 / OUTLIER_RATIO)
+
+    def _rescale(self, factor: float) -> None:
+        self.coefficients = tuple(factor * theta for theta in self.coefficients)
+        self._remember_curve(1.0)
+
+    def _remember_curve(self, weight: float) -> None:
+        size = len(self.coefficients)
+        self._gram = [[0.0] * size for _ in range(size)]
+        self._rhs = [0.0] * size
+        self._add_probes(self._gram, self._rhs, weight)
+
+    def _add_probes(self, gram: list[list[float]], rhs: list[float], weight: float) -> None:
+        for probe in self._probes:
+            value = self.predict(probe)
+            if value <= 0.0:
+                continue
+            row = [x / value for x in probe]
+            for i, left in enumerate(row):
+                rhs[i] += weight * left
+                for j, right in enumerate(row):
+                    gram[i][j] += weight * left * right
+
+    def _solve(self) -> None:
+        gram = [list(row) for row in self._gram]
+        rhs = list(self._rhs)
+        self._add_probes(gram, rhs, _PROXIMITY)
+        solved = nonnegative_least_squares(gram, rhs)
+        if solved is not None:
+            self.coefficients = solved
+
+    def _note(self, ratio: float) -> None:
+        self.ratios.append(ratio)
+        if len(self.ratios) > RESIDUALS_KEPT:
+            del self.ratios[0]
+        self._sorted = None
+
+
+def nonnegative_least_squares(gram: Sequence[Sequence[float]], rhs: Sequence[float]) -> tuple[float, ...] | None:
+    """Minimise θᵀGθ − 2rᵀθ over θ ≥ 0 for up to three unknowns, by trying every support.
+
+    Returns:
+        The minimiser, or None when the system is degenerate.
+    """
+    size = len(rhs)
+    scale = [math.sqrt(gram[i][i]) if gram[i][i] > 0.0 else 1.0 for i in range(size)]
+    matrix = [[gram[i][j] / (scale[i] * scale[j]) for j in range(size)] for i in range(size)]
+    target = [rhs[i] / scale[i] for i in range(size)]
+    best: tuple[float, list[float]] | None = None
+    for mask in range((1 << size) - 1, 0, -1):
+        support = [i for i in range(size) if mask >> i & 1]
+        part = _solve_linear([[matrix[i][j] for j in support] for i in support], [target[i] for i in support])
+        if part is None or any(value < 0.0 or not math.isfinite(value) for value in part):
+            continue
+        full = [0.0] * size
+        for i, value in zip(support, part, strict=True):
+            full[i] = value
+        gain = -sum(target[i] * full[i] for i in support)  # the objective at a stationary point
+        if best is None or gain < best[0]:
+            best = (gain, full)
+        if len(support) == size:
+            break  # the unconstrained minimum is feasible
+    if best is None:
+        return None
+    return tuple(value / scale[i] for i, value in enumerate(best[1]))
+
+
+def _solve_linear(matrix: list[list[float]], target: list[float]) -> list[float] | None:
+    """Gaussian elimination with pivoting; None when singular. Overwrites its arguments."""
+    size = len(target)
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda row: abs(matrix[row][column]))
+        if abs(matrix[pivot][column]) < 1e-13:
+            return None
+        matrix[column], matrix[pivot] = matrix[pivot], matrix[column]
+        target[column], target[pivot] = target[pivot], target[column]
+        for row in range(column + 1, size):
+            factor = matrix[row][column] / matrix[column][column]
+            target[row] -= factor * target[column]
+            for k in range(column, size):
+                matrix[row][k] -= factor * matrix[column][k]
+    for column in reversed(range(size)):
+        rest = sum(matrix[column][k] * target[k] for k in range(column + 1, size))
+        target[column] = (target[column] - rest) / matrix[column][column]
+    return target
+
+
+def _prefill_features(new_tokens: float, context_tokens: float) -> Features:
+    return (1.0, new_tokens, new_tokens * (context_tokens + 0.5 * new_tokens))
+
+
+_PREFILL_PROBES = tuple(_prefill_features(u, c) for u, c in ((32, 0), (512, 0), (4096, 0), (256, 4096)))
+_LINK_PROBES: tuple[Features, ...] = ((1.0, 1e4), (1.0, 1e6), (1.0, 1e8))
+
+
+class PrefillEstimators:
+    """Prefill curves of all workers; a worker without samples borrows the curve of all of them."""
+
+    def __init__(self, prior: PrefillCurve = PREFILL_PRIOR) -> None:
+        self._prior = prior
+        self._all = self._new_fit(prior)
+        self._fits: dict[WorkerId, RelativeFit] = {}
+        self._curves: dict[WorkerId, PrefillCurve] = {}
+        self._shared = prior
+
+    def observe(self, worker: WorkerId, new_tokens: int, context_tokens: int, elapsed_ns: int) -> None:
+        """Learn one prefill pass of a single request."""
+        features = _prefill_features(new_tokens, context_tokens)
+        fit = self._fits.get(worker)
+        if fit is None:
+            fit = self._fits[worker] = self._new_fit(self._shared)
+        self._all.observe(features, elapsed_ns)
+        fit.observe(features, elapsed_ns)
+        self._shared = self._as_curve(self._all)
+        self._curves[worker] = self._as_curve(fit)
+
+    def curve(self, worker: WorkerId) -> PrefillCurve:
+        """The worker's curve, the shared one before its first sample, the prior before any."""
+        return self._curves.get(worker, self._shared)
+
+    def samples(self, worker: WorkerId) -> int:
+        """Passes learned from this worker."""
+        fit = self._fits.get(worker)
+        return 0 if fit is None else fit.count
+
+    def forget(self, worker: WorkerId) -> None:
+        """Drop a worker that left for good."""
+        self._fits.pop(worker, None)
+        self._curves.pop(worker, None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; the inverse of `restore`."""
+        return {"all": self._all.to_dict(), "workers": {name: fit.to_dict() for name, fit in self._fits.items()}}
+
+    def restore(self, data: dict[str, Any]) -> None:
+        """Take over what `to_dict` saved."""
+        self._all.restore(data["all"])
+        self._shared = self._as_curve(self._all) if self._all.count else self._prior
+        for name, saved in data["workers"].items():
+            fit = self._new_fit(self._shared)
+            fit.restore(saved)
+            self._fits[WorkerId(name)] = fit
+            self._curves[WorkerId(name)] = self._as_curve(fit)
+
+    @staticmethod
+    def _new_fit(prior: PrefillCurve) -> RelativeFit:
+        return RelativeFit((prior.t0_ns, prior.token_ns, prior.pair_ns), _PREFILL_PROBES, PREFILL_FORGETTING)
+
+    @staticmethod
+    def _as_curve(fit: RelativeFit) -> PrefillCurve:
+        t0_ns, token_ns, pair_ns = fit.coefficients
+        return PrefillCurve(t0_ns, token_ns, pair_ns, max(1.0, fit.quantile(0.9)))
+
+
+LinkKey = tuple[WorkerId, WorkerId, Tier]
+"""(holder, reader, tier)."""
+
+
+@dataclass(slots=True)
+class _Link:
+    fit: RelativeFit
+    curve: LinkCurve
+    last_ns: int
+    bytes: int = 0
+
+
+class LinkEstimators:
+    """Link curves per (holder, reader, tier), with the curve of the tier as parent and a prior above it."""
+
+    def __init__(self, priors: dict[Tier, LinkCurve] | None = None, max_links: int = 100_000) -> None:
+        self._priors = dict(LINK_PRIORS if priors is None else priors)
+        self._tiers: dict[Tier, _Link] = {}
+        self._links: dict[LinkKey, _Link] = {}
+        self._max_links = max_links
+        self._best: dict[Tier, LinkCurve] = {}
+
+    def observe(self, key: LinkKey, num_bytes: int, elapsed_ns: int, now_ns: int, queued_bytes: int = 0) -> None:
+        """Learn one finished load.
+
+        Args:
+            num_bytes: what was read.
+            elapsed_ns: from its start to its end.
+            queued_bytes: bytes of other loads that shared the link meanwhile; they took part of the time.
+        """
+        if num_bytes <= 0 or elapsed_ns <= 0:
+            return
+        tier = key[2]
+        parent = self._tiers.get(tier)
+        if parent is None:
+            parent = self._tiers[tier] = self._new_link(self._priors[tier], now_ns)
+        link = self._links.get(key)
+        if link is None:
+            self._make_room()
+            link = self._links[key] = self._new_link(parent.curve, now_ns)
+        for target in (parent, link):
+            target.fit.observe((1.0, float(num_bytes + queued_bytes)), elapsed_ns)
+            target.curve = self._as_curve(target.fit)
+            target.last_ns = now_ns
+            target.bytes += num_bytes
+        self._best.clear()
+
+    def curve(self, holder: WorkerId, reader: WorkerId, tier: Tier, now_ns: int) -> LinkCurve:
+        """What to expect of this link now."""
+        link = self._links.get((holder, reader, tier))
+        parent = self._parent_curve(tier, now_ns)
+        return parent if link is None else _fade(link.curve, parent, now_ns - link.last_ns)
+
+    def best(self, tier: Tier) -> LinkCurve:
+        """A curve no link of the tier is better than, at any time: the bound that prunes candidates."""
+        best = self._best.get(tier)
+        if best is None:
+            curves = [self._priors[tier]]
+            if tier in self._tiers:
+                curves.append(self._tiers[tier].curve)
+            curves.extend(link.curve for key, link in self._links.items() if key[2] is tier)
+            best = LinkCurve(min(c.alpha_ns for c in curves), min(c.byte_ns for c in curves), 1.0)
+            self._best[tier] = best
+        return best
+
+    def known(self) -> dict[LinkKey, tuple[LinkCurve, int, int]]:
+        """Every learned link: its own curve, samples and bytes, for the status."""
+        return {key: (link.curve, link.fit.count, link.bytes) for key, link in self._links.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; the inverse of `restore`. Ages are not kept: a restart counts as an observation of nothing."""
+        return {
+            "tiers": {tier.name: link.fit.to_dict() for tier, link in self._tiers.items()},
+            "links": [[h, r, t.name, link.bytes, link.fit.to_dict()] for (h, r, t), link in self._links.items()],
+        }
+
+    def restore(self, data: dict[str, Any], now_ns: int) -> None:
+        """Take over what `to_dict` saved, as if last observed at ``now_ns``."""
+        for name, saved in data["tiers"].items():
+            self._tiers[Tier[name]] = self._restored(saved, Tier[name], 0, now_ns)
+        for holder, reader, name, num_bytes, saved in data["links"]:
+            self._links[(holder, reader, Tier[name])] = self._restored(saved, Tier[name], num_bytes, now_ns)
+        self._best.clear()
+
+    def _restored(self, saved: dict[str, Any], tier: Tier, num_bytes: int, now_ns: int) -> _Link:
+        link = self._new_link(self._priors[tier], now_ns)
+        link.fit.restore(saved)
+        link.curve = self._as_curve(link.fit)
+        link.bytes = num_bytes
+        return link
+
+    def _parent_curve(self, tier: Tier, now_ns: int) -> LinkCurve:
+        parent = self._tiers.get(tier)
+        if parent is None:
+            return self._priors[tier]
+        return _fade(parent.curve, self._priors[tier], now_ns - parent.last_ns)
+
+    def _make_room(self) -> None:
+        if len(self._links) >= self._max_links:
+            oldest = min(self._links, key=lambda key: self._links[key].last_ns)
+            del self._links[oldest]
+
+    @classmethod
+    def _new_link(cls, prior: LinkCurve, now_ns: int) -> _Link:
+        fit = RelativeFit((prior.alpha_ns, prior.byte_ns), _LINK_PROBES, LINK_FORGETTING)
+        return _Link(fit, prior, now_ns)
+
+    @staticmethod
+    def _as_curve(fit: RelativeFit) -> LinkCurve:
+        alpha_ns, byte_ns = fit.coefficients
+        return LinkCurve(alpha_ns, byte_ns, max(1.0, fit.quantile(0.9)))
+
+
+def _fade(curve: LinkCurve, parent: LinkCurve, age_ns: int) -> LinkCurve:
+    """Blend towards the parent by age; unchanged within an eighth of the half-life, where blending is noise."""
+    if age_ns <= LINK_HALF_LIFE_NS // 8:
+        return curve
+    own = 0.5 ** (age_ns / LINK_HALF_LIFE_NS)
+    rest = 1.0 - own
+    return LinkCurve(
+        own * curve.alpha_ns + rest * parent.alpha_ns,
+        own * curve.byte_ns + rest * parent.byte_ns,
+        own * curve.p90_ratio + rest * parent.p90_ratio,
+    )
+
+
+@dataclass(slots=True)
+class _Failures:
+    failed: float = 0.0
+    tried: float = 0.0
+    last_ns: int = 0
+
+
+class FailureEstimators:
+    """Chance that a load from a holder fails: a decayed mean with a small prior. Keyed by incarnation."""
+
+    def __init__(self, prior: float = FAILURE_PRIOR) -> None:
+        self._prior = prior
+        self._holders: dict[WorkerKey, _Failures] = {}
+
+    def observe(self, holder: WorkerKey, failed: bool, now_ns: int) -> None:
+        """Learn how one load ended."""
+        state = self._holders.setdefault(holder, _Failures(last_ns=now_ns))
+        keep = _decay(now_ns - state.last_ns)
+        state.failed = 0.95 * keep * state.failed + (1.0 if failed else 0.0)
+        state.tried = 0.95 * keep * state.tried + 1.0
+        state.last_ns = now_ns
+
+    def probability(self, holder: WorkerKey, now_ns: int) -> float:
+        """Chance in [0, 1) that the next load from this holder fails."""
+        state = self._holders.get(holder)
+        if state is None:
+            return self._prior
+        keep = _decay(now_ns - state.last_ns)
+        weight = FAILURE_PRIOR_WEIGHT
+        return (keep * state.failed + weight * self._prior) / (keep * state.tried + weight)
+
+    def forget(self, holder: WorkerKey) -> None:
+        """Drop an incarnation that is gone."""
+        self._holders.pop(holder, None)
+
+
+def _decay(age_ns: int) -> float:
+    return float(0.5 ** (max(age_ns, 0) / FAILURE_HALF_LIFE_NS))

@@ -1,0 +1,137 @@
+"""The workers as the router knows them, kept as the columns that decisions read.  (pure)
+
+Owns membership order, worker facts and `Columns`. Whoever changes a number says so here; nothing is computed at
+decision time that could be kept. Link rows are cached per holder and rebuilt when a link of it was observed, the
+membership changed, or `ROW_AGE_NS` passed (learned links fade slowly).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from kvpool.reports import WorkerLoad
+from kvpool.types import MemberState, Role, Tier, WorkerId, WorkerKey
+from router.estimators import LinkCurve, LinkEstimators, PrefillCurve
+from router.ledger import Totals
+from router.signals import Columns, LinkRow, WorkerView
+
+ROW_AGE_NS = 2_000_000_000
+
+
+class Fleet:
+    """Members, their facts and their columns. Not thread-safe.
+
+    Args:
+        links: learned links, read when a row is built.
+    """
+
+    def __init__(self, links: LinkEstimators) -> None:
+        self._links = links
+        self._rows: dict[tuple[WorkerId, Tier], tuple[int, LinkRow]] = {}
+        self.workers: tuple[WorkerView, ...] = ()
+        self.index: dict[WorkerKey, int] = {}
+        self.columns = Columns.zeros(0)
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def get(self, key: WorkerKey) -> WorkerView | None:
+        """Facts about a member, None when it is not one."""
+        position = self.index.get(key)
+        return None if position is None else self.workers[position]
+
+    def put(self, view: WorkerView, curve: PrefillCurve) -> None:
+        """Add a member or replace its facts; its load survives when the new view has none."""
+        position = self.index.get(view.key)
+        if position is None:
+            self._rebuild((*self.workers, view))
+            self.set_curve(view.key, curve)
+            return
+        if view.load is None:
+            view = replace(view, load=self.workers[position].load)
+        self._replace(position, view)
+        self._classify(position)
+
+    def remove(self, key: WorkerKey) -> bool:
+        """Drop a member; False when it was none."""
+        if key not in self.index:
+            return False
+        self._rebuild(tuple(view for view in self.workers if view.key != key))
+        return True
+
+    def set_load(self, key: WorkerKey, load: WorkerLoad, now_ns: int) -> None:
+        """A member's newest report."""
+        position = self.index[key]
+        self._replace(position, replace(self.workers[position], load=load))
+        self.columns.reported_ns[position] = now_ns
+
+    def set_totals(self, key: WorkerKey, totals: Totals) -> None:
+        """What is promised with a member."""
+        position = self.index.get(key)
+        if position is None:
+            return
+        load = self.workers[position].load
+        columns = self.columns
+        columns.gpu_free_ns[position] = totals.gpu_free_ns
+        columns.in_free_ns[position] = totals.in_free_ns
+        columns.out_free_ns[position] = totals.out_free_ns
+        reported = 0 if load is None else load.waiting_requests + load.running_requests
+        columns.requests[position] = reported + totals.requests
+        columns.queued_tokens[position] = totals.tokens + (0 if load is None else load.queued_prefill_tokens)
+
+    def set_curve(self, key: WorkerKey, curve: PrefillCurve) -> None:
+        """What was learned of a member's prefill."""
+        position = self.index[key]
+        self.columns.t0_ns[position] = curve.t0_ns
+        self.columns.token_ns[position] = curve.token_ns
+        self.columns.pair_ns[position] = curve.pair_ns
+
+    def links_changed(self, holder: WorkerId) -> None:
+        """A link from this holder was observed."""
+        for tier in Tier:
+            self._rows.pop((holder, tier), None)
+
+    def row(self, holder: WorkerId, tier: Tier, now_ns: int) -> LinkRow:
+        """Curves from the holder to every worker, in the order of ``workers``."""
+        cached = self._rows.get((holder, tier))
+        if cached is not None and 0 <= now_ns - cached[0] < ROW_AGE_NS:
+            return cached[1]
+        row = self._build_row(holder, tier, now_ns)
+        self._rows[holder, tier] = (now_ns, row)
+        return row
+
+    def best(self, tier: Tier) -> LinkCurve:
+        """A curve no link of the tier is better than."""
+        return self._links.best(tier)
+
+    def _build_row(self, holder: WorkerId, tier: Tier, now_ns: int) -> LinkRow:
+        curves = [self._links.curve(holder, view.key.worker_id, tier, now_ns) for view in self.workers]
+        return LinkRow(np.array([c.alpha_ns for c in curves]), np.array([c.byte_ns for c in curves]))
+
+    def _replace(self, position: int, view: WorkerView) -> None:
+        workers = list(self.workers)
+        workers[position] = view
+        self.workers = tuple(workers)
+
+    def _rebuild(self, workers: tuple[WorkerView, ...]) -> None:
+        old, old_index = self.columns, self.index
+        self.workers = workers
+        self.index = {view.key: position for position, view in enumerate(workers)}
+        self.columns = Columns.zeros(len(workers))
+        for key, position in self.index.items():
+            before = old_index.get(key)
+            if before is not None:
+                self.columns.take(position, old, before)
+            self._classify(position)
+        order = sorted(range(len(workers)), key=lambda i: (workers[i].key.worker_id, workers[i].key.worker_epoch))
+        for rank, position in enumerate(order):
+            self.columns.rank[position] = rank
+        self._rows.clear()
+
+    def _classify(self, position: int) -> None:
+        view = self.workers[position]
+        alive = view.state is MemberState.ALIVE
+        self.columns.holder[position] = alive
+        self.columns.eligible[position] = alive and view.role is not Role.DECODE

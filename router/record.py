@@ -1,0 +1,271 @@
+"""Why a request went where it went: one record per decision, joined with what became of it.  (pure)
+
+A record keeps what the decision saw and every price it computed, by reference to arrays no one writes again; nothing
+is formatted until someone asks. The store is bounded in records and bytes; the oldest leave first and are counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from kvpool.plan import PlanKind
+from kvpool.reports import RequestOutcome
+from kvpool.types import RequestId, WorkerKey
+from router.decide import Decision
+from router.signals import Bools, Floats, RequestView
+
+MAX_RECORD_BYTES = 256 * 1024 * 1024
+_RECORD_OVERHEAD_BYTES = 1024
+_COLUMNS_PER_PLAN = 5
+_CANDIDATES_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Price of one plan on one worker; ``source`` is the holder of a load."""
+
+    worker: WorkerKey
+    kind: PlanKind
+    price_ns: int
+    wait_ns: int
+    own_blocks: int
+    source: WorkerKey | None = None
+    boundary_blocks: int = 0
+    load_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRecord:
+    """One decision.
+
+    Attributes:
+        decision_id: name of the decision; a retry of a request makes a new one.
+        at_ns: moment, router's clock.
+        policy: name of the policy that decided.
+        request: what was known of the request.
+        workers: candidates, in the order of all columns.
+        eligible: which of them could take the request.
+        wait_ns: columns of waits for the GPU.
+        decision: verdict and prices.
+        outcome: what became of it, None until reported.
+    """
+
+    decision_id: str
+    at_ns: int
+    policy: str
+    request: RequestView
+    workers: tuple[WorkerKey, ...]
+    eligible: Bools
+    wait_ns: Floats
+    decision: Decision
+    outcome: RequestOutcome | None = None
+
+    def candidates(self) -> list[Candidate]:
+        """Every eligible worker × plan that applies, cheapest first."""
+        found = []
+        own = self.decision.prices[0].priced.boundary if self.decision.prices else None
+        for plan in self.decision.prices:
+            source = None if plan.source is None else self.workers[plan.source.position]
+            for position, worker in enumerate(self.workers):
+                price = float(plan.priced.ttft_ns[position])
+                if not self.eligible[position] or not math.isfinite(price):
+                    continue
+                found.append(
+                    Candidate(
+                        worker=worker,
+                        kind=plan.kind,
+                        price_ns=round(price),
+                        wait_ns=round(float(self.wait_ns[position])),
+                        own_blocks=0 if own is None else int(own[position]),
+                        source=source,
+                        boundary_blocks=int(plan.priced.boundary[position]),
+                        load_ns=round(float(plan.priced.load_ns[position])),
+                    )
+                )
+        found.sort(key=lambda item: (item.price_ns, str(item.worker), item.kind.value, str(item.source)))
+        return found
+
+    def runner_up(self) -> Candidate | None:
+        """Cheapest candidate that differs from the choice in worker or plan."""
+        chosen = (self.decision.worker, self.decision.plan.kind)
+        return next((item for item in self.candidates() if (item.worker, item.kind) != chosen), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-serialisable form, all candidates included."""
+        plan = self.decision.plan
+        runner_up = self.runner_up()
+        return {
+            "decision_id": self.decision_id,
+            "request_id": self.request.request_id,
+            "at_ns": self.at_ns,
+            "policy": self.policy,
+            "prompt_tokens": self.request.prompt_tokens,
+            "chain_blocks": self.request.chain_blocks,
+            "excluded": sorted(str(key) for key in self.request.exclude),
+            "worker": str(self.decision.worker),
+            "plan": plan.kind.value,
+            "loads": [
+                {
+                    "start": piece.start,
+                    "stop": piece.stop,
+                    "holder": str(piece.holder),
+                    "tier": piece.tier.name.lower(),
+                    "alternates": [str(ref.holder) for ref in piece.alternates],
+                }
+                for piece in plan.loads
+            ],
+            "split_tokens": plan.split_tokens,
+            "load_deadline_ns": plan.load_deadline_ns,
+            "stall_ns": plan.stall_ns,
+            "own_blocks": self.decision.own_blocks,
+            "price_ns": self.decision.price_ns,
+            "predicted_ttft_ns": plan.predicted_ttft_ns,
+            "pruned_holders": self.decision.pruned_holders,
+            "candidates": [_candidate_dict(item) for item in self.candidates()],
+            "runner_up": None if runner_up is None else _candidate_dict(runner_up),
+            "outcome": None if self.outcome is None else asdict(self.outcome),
+        }
+
+    def num_bytes(self) -> int:
+        """Roughly what the record occupies."""
+        columns = 2 + _COLUMNS_PER_PLAN * len(self.decision.prices)
+        return _RECORD_OVERHEAD_BYTES + 8 * columns * len(self.workers)
+
+
+class RecordStore:
+    """The newest records, by decision and by request. Not thread-safe.
+
+    Args:
+        max_records: bound on their number.
+        max_bytes: bound on their size.
+    """
+
+    def __init__(self, max_records: int = 10_000, max_bytes: int = MAX_RECORD_BYTES) -> None:
+        self._max_records = max_records
+        self._max_bytes = max_bytes
+        self._records: OrderedDict[str, DecisionRecord] = OrderedDict()
+        self._latest: dict[RequestId, str] = {}
+        self._bytes = 0
+        self.dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[DecisionRecord]:
+        return iter(tuple(self._records.values()))
+
+    def add(self, record: DecisionRecord) -> None:
+        """Keep a record; the oldest leave when a bound is passed."""
+        self._records[record.decision_id] = record
+        self._latest[record.request.request_id] = record.decision_id
+        self._bytes += record.num_bytes()
+        while len(self._records) > self._max_records or (self._bytes > self._max_bytes and len(self._records) > 1):
+            _, oldest = self._records.popitem(last=False)
+            self._bytes -= oldest.num_bytes()
+            self.dropped += 1
+            if self._latest.get(oldest.request.request_id) == oldest.decision_id:
+                del self._latest[oldest.request.request_id]
+
+    def join(self, outcome: RequestOutcome) -> DecisionRecord | None:
+        """Attach an outcome to its decision; None when the record has left already."""
+        record = self._records.get(outcome.decision_id)
+        if record is None:
+            return None
+        joined = self._records[outcome.decision_id] = replace(record, outcome=outcome)
+        return joined
+
+    def of_request(self, request_id: RequestId) -> list[DecisionRecord]:
+        """Decisions about a request that are still kept, oldest first (several after retries)."""
+        latest = self._latest.get(request_id)
+        if latest is None:
+            return []
+        newest = self._records[latest]
+        earlier = [
+            item for item in self._records.values() if item.request.request_id == request_id and item is not newest
+        ]
+        return [*earlier, newest]
+
+
+def explain_lines(record: DecisionRecord) -> list[str]:
+    """The record for a reader, one line an entry."""
+    decision, plan = record.decision, record.decision.plan
+    lines = [
+        f"request {record.request.request_id} · decision {record.decision_id} · policy {record.policy}",
+        f"prompt: {record.request.prompt_tokens:,} tokens, {record.request.chain_blocks} full blocks",
+        f"chosen: {decision.worker} · {_plan_text(record)} · expected {_seconds(decision.price_ns)}",
+    ]
+    if record.request.exclude:
+        lines.append("excluded: " + ", ".join(sorted(str(key) for key in record.request.exclude)))
+    if plan.loads:
+        lines.append(f"deadline: loads {_seconds(plan.load_deadline_ns)}, stall {_seconds(plan.stall_ns)}")
+    candidates = record.candidates()
+    lines.append(f"prices of {len(candidates)} candidates (worker, plan):")
+    for item in candidates[:_CANDIDATES_SHOWN]:
+        taken = item.worker == decision.worker and item.kind is plan.kind
+        source = "" if item.source is None else f" {item.boundary_blocks} blocks from {item.source}"
+        lines.append(
+            f"  {'→' if taken else ' '} {item.worker!s:<16} {item.kind.value}{source}: {_seconds(item.price_ns)}"
+            f" (wait {_seconds(item.wait_ns)}, {item.own_blocks} blocks cached)"
+        )
+    if len(candidates) > _CANDIDATES_SHOWN:
+        lines.append(f"    … and {len(candidates) - _CANDIDATES_SHOWN} dearer ones")
+    if decision.pruned_holders:
+        lines.append(f"  {decision.pruned_holders} further holders could not have won and were not priced")
+    lines.extend(_outcome_lines(record))
+    return lines
+
+
+def _outcome_lines(record: DecisionRecord) -> list[str]:
+    outcome = record.outcome
+    if outcome is None:
+        return ["outcome: not reported yet"]
+    predicted = max(1, record.decision.price_ns)
+    off = 100.0 * (outcome.ttft_ns - predicted) / predicted
+    lines = [
+        f"outcome: first token after {_seconds(outcome.ttft_ns)} ({off:+.0f} % against the prediction); tokens "
+        f"cached {outcome.tokens_cached:,}, loaded {outcome.tokens_loaded:,}, redone {outcome.tokens_redone:,}"
+    ]
+    if outcome.load_failures:
+        lines.append("load failures: " + ", ".join(outcome.load_failures))
+    runner_up = record.runner_up()
+    if runner_up is not None:
+        lines.append(
+            f"runner-up: {runner_up.worker} {runner_up.kind.value} would have cost {_seconds(runner_up.price_ns)}"
+        )
+    return lines
+
+
+def _plan_text(record: DecisionRecord) -> str:
+    decision = record.decision
+    redone = decision.promise.tokens
+    own = f"{decision.own_blocks} blocks cached, " if decision.own_blocks else ""
+    if not decision.plan.loads:
+        return f"{own}redo {redone:,} tokens"
+    loads = ", ".join(
+        f"load blocks {piece.start}–{piece.stop} from {piece.holder} ({piece.tier.name.lower()})"
+        for piece in decision.plan.loads
+    )
+    return f"{own}{loads}, redo {redone:,} tokens"
+
+
+def _candidate_dict(item: Candidate) -> dict[str, Any]:
+    return {
+        "worker": str(item.worker),
+        "plan": item.kind.value,
+        "price_ns": item.price_ns,
+        "wait_ns": item.wait_ns,
+        "own_blocks": item.own_blocks,
+        "source": None if item.source is None else str(item.source),
+        "boundary_blocks": item.boundary_blocks,
+        "load_ns": item.load_ns,
+    }
+
+
+def _seconds(value_ns: float) -> str:
+    if value_ns >= 1e9:
+        return f"{value_ns / 1e9:.2f} s"
+    return f"{value_ns / 1e6:.1f} ms" if value_ns >= 1e6 else f"{value_ns / 1e3:.0f} µs"

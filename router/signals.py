@@ -1,0 +1,215 @@
+"""What one decision sees: the request and a snapshot of the cluster.  (pure)
+
+Facts about a worker that change rarely live in `WorkerView`; numbers that change with every report or promise live in
+`Columns`, one numpy array per number with one entry per worker, so that a thousand workers are priced at once. The
+owner of the columns (`router.fleet`) writes them; a decision only reads them, and a `Snapshot` is valid until the
+next write. `Columns.copy` freezes one for a record.
+
+Moments are nanoseconds of the router's clock, kept as float64: exact to 1 ns for 104 days of uptime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.reports import WorkerLoad
+from kvpool.types import MemberState, RequestId, Role, Tier, WorkerId, WorkerKey
+from router.estimators import LinkCurve
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+NEVER_NS = -np.inf
+"""``Columns.reported_ns`` of a worker that has not reported yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """What the router knows of a request when it decides.
+
+    Attributes:
+        request_id: identity; also breaks ties, so that several routers do not agree on one of many equal workers.
+        prompt_tokens: length of the prompt, at least 1.
+        chain_blocks: full blocks of the prompt.
+        max_tokens: tokens to generate at most.
+        exclude: incarnations that just failed this request.
+    """
+
+    request_id: RequestId
+    prompt_tokens: int
+    chain_blocks: int
+    max_tokens: int = 1
+    exclude: frozenset[WorkerKey] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """Facts about one worker; ``load`` is None before its first report."""
+
+    key: WorkerKey
+    role: Role
+    state: MemberState
+    transport: str = ""
+    data_address: bytes = b""
+    control_address: str = ""
+    load: WorkerLoad | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Numbers of all workers, in the order of ``Snapshot.workers``.
+
+    Attributes:
+        eligible: may take a new request (alive, and prefills).
+        holder: may be read from (alive).
+        rank: position of the key in sorted order; makes ties independent of the order of workers.
+        reported_ns: moment of the newest report, `NEVER_NS` before the first.
+        gpu_free_ns: moment when reported and promised prefill work ends.
+        in_free_ns, out_free_ns: moment when promised loads into and out of the worker end.
+        requests: requests admitted or promised and not finished.
+        queued_tokens: prompt tokens to compute, reported and promised.
+        t0_ns, token_ns, pair_ns: prefill curve (`router.estimators.PrefillCurve`).
+    """
+
+    eligible: Bools
+    holder: Bools
+    rank: Ints
+    reported_ns: Floats
+    gpu_free_ns: Floats
+    in_free_ns: Floats
+    out_free_ns: Floats
+    requests: Floats
+    queued_tokens: Floats
+    t0_ns: Floats
+    token_ns: Floats
+    pair_ns: Floats
+
+    @classmethod
+    def zeros(cls, size: int) -> Columns:
+        """Columns of ``size`` workers that are not eligible for anything yet."""
+        kinds = {"eligible": np.bool_, "holder": np.bool_, "rank": np.int64}
+        made: dict[str, Any] = {
+            item.name: np.zeros(size, dtype=kinds.get(item.name, np.float64)) for item in fields(cls)
+        }
+        made["reported_ns"].fill(NEVER_NS)
+        return cls(**made)
+
+    def copy(self) -> Columns:
+        """Columns nobody else writes."""
+        return Columns(*(getattr(self, item.name).copy() for item in fields(self)))
+
+    def take(self, position: int, other: Columns, source: int) -> None:
+        """Overwrite one worker's numbers with those of ``source`` in ``other``."""
+        for item in fields(self):
+            getattr(self, item.name)[position] = getattr(other, item.name)[source]
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRow:
+    """Curves of the links from one holder's tier to every worker, as columns."""
+
+    alpha_ns: Floats
+    byte_ns: Floats
+
+
+class LinkView(Protocol):
+    """What is known about links. Pure reads."""
+
+    def row(self, holder: WorkerId, tier: Tier, now_ns: int) -> LinkRow:
+        """Curves from the holder to every worker of the snapshot, in its order."""
+
+    def best(self, tier: Tier) -> LinkCurve:
+        """A curve no link of the tier is better than."""
+
+
+class FailureView(Protocol):
+    """What is known about the reliability of holders. Pure reads."""
+
+    def probability(self, holder: WorkerKey, now_ns: int) -> float:
+        """Chance in [0, 1) that a load from this holder fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes that must move for a prefix: ``fixed_bytes`` (windows, states) and ``block_bytes`` for every block."""
+
+    block_tokens: int
+    block_bytes: int
+    fixed_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Plans the workers can execute besides redo."""
+
+    load: bool = True
+    stripe: bool = False
+    split: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The cluster as one decision sees it.
+
+    Attributes:
+        now_ns: moment of the decision.
+        workers: facts, one per worker.
+        index: worker → position in ``workers`` and in the columns.
+        columns: numbers.
+        prefixes: for holders of a part of this prompt's chain, the leading blocks by tier. Workers that hold nothing
+            may be absent.
+        footprint: bytes of the model's KV.
+        links, failures: learned curves and rates.
+        features: what the workers can execute.
+    """
+
+    now_ns: int
+    workers: tuple[WorkerView, ...]
+    index: Mapping[WorkerKey, int]
+    columns: Columns
+    prefixes: Mapping[WorkerKey, Mapping[Tier, int]]
+    footprint: Footprint
+    links: LinkView
+    failures: FailureView
+    features: Features = field(default_factory=Features)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one holder has of a prompt, after clipping to what may be used."""
+
+    position: int
+    blocks: int
+    tier: Tier
+
+
+def usable_blocks(request: RequestView, block_tokens: int) -> int:
+    """Blocks of the chain that may come from a cache: the last token is always computed, its logits are needed."""
+    return min(request.chain_blocks, (request.prompt_tokens - 1) // block_tokens)
+
+
+def holdings(request: RequestView, snapshot: Snapshot) -> list[Holding]:
+    """The longest usable prefix of every worker that has one and is known; the fastest tier among equals."""
+    limit = usable_blocks(request, snapshot.footprint.block_tokens)
+    found = []
+    for key, tiers in snapshot.prefixes.items():
+        position = snapshot.index.get(key)
+        if position is None:
+            continue
+        blocks, best_tier = 0, Tier.DEVICE
+        for tier, held in tiers.items():
+            clipped = held if held < limit else limit
+            if clipped > blocks or (clipped == blocks and tier < best_tier):
+                blocks, best_tier = clipped, tier
+        if blocks > 0:
+            found.append(Holding(position, blocks, best_tier))
+    return found

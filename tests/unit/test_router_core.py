@@ -1,0 +1,210 @@
+"""The router core without a network: members and reports in, routes out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvpool.errors import ConfigError, RequestError, UnavailableError
+from kvpool.plan import PlanKind
+from kvpool.reports import LoadSample, PrefillSample, RequestOutcome, WorkerLoad
+from kvpool.types import MemberState, RequestId, Role, Tier
+from router.core import RequestMeta, RouterCore
+from tests.unit.router_kit import MS, FakeDirectory, S, chain, key, member, report
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_ns = 100 * S
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+def make_core(workers: int = 3, policy: str = "kvpool") -> tuple[RouterCore, FakeDirectory, Clock]:
+    directory, clock = FakeDirectory(), Clock()
+    core = RouterCore(directory, clock, policy=policy)
+    for number in range(workers):
+        core.on_member_change(member(number), MemberState.ALIVE)
+        core.on_report(report(number, 0))
+    return core, directory, clock
+
+
+def meta(name: str, tokens: int = 1600, salt: bytes = b"c", **more: object) -> RequestMeta:
+    return RequestMeta(RequestId(name), tokens, chain(tokens, salt), **more)  # type: ignore[arg-type]
+
+
+def test_a_request_without_workers_is_refused_with_a_typed_error() -> None:
+    core, _, _ = make_core(workers=0)
+    with pytest.raises(UnavailableError, match="no worker has joined"):
+        core.route(meta("r"))
+
+
+def test_an_unknown_policy_names_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'kvpool'"):
+        RouterCore(FakeDirectory(), Clock(), policy="kvpol")
+
+
+def test_an_idle_holder_serves_its_own_prefix() -> None:
+    core, directory, _ = make_core()
+    directory.held[key(1)] = {Tier.DEVICE: 90}
+    route = core.route(meta("r"))
+    assert route.worker == key(1)
+    assert route.plan.kind is PlanKind.REDO
+    assert route.control_address == "actor-1"
+
+
+def test_a_busy_holder_is_loaded_from_even_before_the_first_sample_of_a_link() -> None:
+    core, directory, _ = make_core()
+    directory.held[key(1)] = {Tier.DEVICE: 90}
+    core.on_report(report(1, 1, WorkerLoad(waiting_requests=8, queued_prefill_tokens=12_000)))
+    route = core.route(meta("r"))
+    assert route.worker != key(1)
+    assert route.plan.kind is PlanKind.LOAD
+    (piece,) = route.plan.loads
+    assert (piece.start, piece.stop, piece.holder, piece.data_address) == (0, 90, key(1), b"addr-1")
+    assert route.plan.load_deadline_ns >= S
+    assert route.plan.stall_ns >= S
+
+
+def test_a_fully_cached_prompt_still_computes_its_last_block() -> None:
+    core, directory, _ = make_core(workers=2)
+    directory.held[key(0)] = {Tier.DEVICE: 100}
+    core.on_report(report(0, 1, WorkerLoad(waiting_requests=8, queued_prefill_tokens=90_000)))
+    (piece,) = core.route(meta("r", tokens=1600)).plan.loads
+    assert piece.stop == 99
+
+
+def test_redo_only_never_loads() -> None:
+    core, directory, _ = make_core(policy="redo_only")
+    directory.held[key(1)] = {Tier.DEVICE: 90}
+    core.on_report(report(1, 1, WorkerLoad(waiting_requests=8, queued_prefill_tokens=90_000)))
+    route = core.route(meta("r"))
+    assert route.worker != key(1)
+    assert route.plan.kind is PlanKind.REDO
+
+
+def test_a_burst_of_cold_prompts_spreads() -> None:
+    core, _, _ = make_core(workers=16)
+    chosen = [core.route(meta(f"r{i}", salt=bytes([i]))).worker for i in range(64)]
+    counts = [chosen.count(worker) for worker in set(chosen)]
+    assert len(counts) == 16
+    assert max(counts) <= 2 * 64 / 16
+
+
+def test_a_promise_ends_when_the_report_names_the_request() -> None:
+    core, _, _ = make_core(workers=1)
+    core.route(meta("r"))
+    promised = core.status()["workers"][0]["wait_ms"]
+    assert promised > 0
+    core.on_report(report(0, 1, WorkerLoad(served_request_ids=(RequestId("r"),))))
+    assert core.status()["workers"][0]["wait_ms"] == 0
+
+
+def test_a_promise_ends_after_a_bound_without_any_report() -> None:
+    core, _, clock = make_core(workers=1)
+    core.route(meta("r"))
+    clock.now_ns += 3600 * S
+    core.route(meta("s"))
+    assert core.status()["promises"] == 1
+
+
+def test_excluded_suspect_draining_and_decode_workers_are_not_chosen() -> None:
+    core, _, _ = make_core(workers=4)
+    core.on_member_change(member(1), MemberState.SUSPECT)
+    core.on_member_change(member(2), MemberState.DRAINING)
+    core.on_member_change(member(9, role=Role.DECODE), MemberState.ALIVE)
+    routes = [core.route(meta(f"r{i}", exclude=frozenset({key(0)}))) for i in range(8)]
+    assert {route.worker for route in routes} == {key(3)}
+    with pytest.raises(UnavailableError, match="no worker can take"):
+        core.route(meta("x", exclude=frozenset({key(0), key(3)})))
+
+
+def test_a_suspect_holder_is_not_offered() -> None:
+    core, directory, _ = make_core()
+    directory.held[key(1)] = {Tier.DEVICE: 90}
+    core.on_member_change(member(1), MemberState.SUSPECT)
+    assert core.route(meta("r")).plan.kind is PlanKind.REDO
+
+
+def test_a_member_that_left_is_forgotten_with_its_promises() -> None:
+    core, _, _ = make_core(workers=2)
+    for i in range(4):
+        core.route(meta(f"r{i}"))
+    core.on_member_change(member(0), None)
+    core.on_report(report(0, 7))
+    status = core.status()
+    assert [worker["worker"] for worker in status["workers"]] == ["w001@1"]
+    assert status["counters"]["reports_of_strangers"] == 1
+
+
+def test_repeated_reports_are_dropped() -> None:
+    core, _, _ = make_core(workers=1)
+    core.on_report(report(0, 0, WorkerLoad(queued_prefill_tokens=10_000, waiting_requests=1)))
+    assert core.status()["workers"][0]["wait_ms"] == 0
+
+
+def test_links_are_learned_and_shown_in_human_units() -> None:
+    core, _, _ = make_core()
+    for sequence in range(1, 40):
+        size = 1_000_000 * (1 + sequence % 7)
+        load = LoadSample(key(1), size, 10, round(2 * MS + size / 1.0))
+        core.on_report(report(0, sequence, loads=(load,)))
+    (link,) = core.status()["links"]
+    assert link["alpha_ms"] == pytest.approx(2.0, rel=0.1)
+    assert link["beta_gbytes_per_s"] == pytest.approx(1.0, rel=0.05)
+
+
+def test_failures_are_counted_by_kind_and_link_and_raise_the_price_of_the_holder() -> None:
+    core, _, _ = make_core()
+    before = core.status()["workers"][1]["load_failure_probability"]
+    core.on_report(report(0, 1, loads=(LoadSample(key(1), 0, 5, 10 * MS, failure="stall"),)))
+    status = core.status()
+    assert status["failures"] == {"stall": 1}
+    assert status["failures_by_link"] == [{"holder": "w001", "reader": "w000", "kind": "stall", "count": 1}]
+    assert status["workers"][1]["load_failure_probability"] > 10 * before
+
+
+def test_explain_shows_every_price_and_later_the_outcome() -> None:
+    core, directory, _ = make_core()
+    directory.held[key(1)] = {Tier.DEVICE: 90}
+    route = core.route(meta("r"))
+    text = "\n".join(core.explain(RequestId("r")))
+    assert "w000@1" in text
+    assert "w002@1" in text
+    assert "load 90 blocks from w001@1" in text
+    assert "not reported yet" in text
+    outcome = RequestOutcome(RequestId("r"), route.decision_id, route.worker_id, 30 * MS, 1440, 0, 160, 0, 0, 0)
+    core.on_report(report(1, 1, outcomes=(outcome,)))
+    text = "\n".join(core.explain(RequestId("r")))
+    assert "first token after 30.0 ms" in text
+    assert "runner-up" in text
+    with pytest.raises(RequestError, match="no decision"):
+        core.explain(RequestId("nope"))
+
+
+def test_records_and_status_and_learned_state_are_json() -> None:
+    core, directory, _ = make_core()
+    directory.held[key(1)] = {Tier.DEVICE: 90}
+    core.route(meta("r"))
+    core.on_report(report(0, 1, prefills=(PrefillSample(512, 0, 80 * MS),)))
+    record = core.record(RequestId("r"))
+    assert record is not None
+    data = json.loads(json.dumps(record.to_dict()))
+    assert len(data["candidates"]) == 5  # three redo, two loads
+    assert json.loads(json.dumps(core.status()))["decisions"] == {"redo": 1}
+    saved = json.loads(json.dumps(core.learned()))
+    fresh, _, _ = make_core()
+    assert fresh.restore(saved)
+    assert fresh.status()["workers"][0]["prefill_us_per_token"] == core.status()["workers"][0]["prefill_us_per_token"]
+    assert not fresh.restore({"version": 0})
+
+
+def test_a_retry_replaces_the_promise_and_keeps_both_decisions() -> None:
+    core, _, _ = make_core(workers=2)
+    first = core.route(meta("r"))
+    second = core.route(meta("r", exclude=frozenset({first.worker})))
+    assert second.worker != first.worker
+    assert core.status()["promises"] == 1
+    assert sum(line.startswith("request r") for line in core.explain(RequestId("r"))) == 2
