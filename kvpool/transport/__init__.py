@@ -1,1 +1,26 @@
-""""""
+"""The data plane: bytes between registered segments. The contract is in `kvpool.transport.base`."""
+
+from __future__ import annotations
+
+from kvpool.errors import ConfigError
+from kvpool.transport.base import Transport
+
+TRANSPORTS = ("ucx", "memory")
+
+
+def create_transport(name: str) -> Transport:
+    """A new end of the named transport; libraries are imported only when they are asked for.
+
+    Raises:
+        ConfigError: no transport has this name.
+        KVPoolError: the library is there but cannot be initialised.
+    """
+    if name == "memory":
+        from kvpool.transport.memory import MemoryTransport
+
+        return MemoryTransport()
+    if name == "ucx":
+        from kvpool.transport.ucx import UcxTransport
+
+        return UcxTransport()
+    raise ConfigError(f"unknown transport {name!r}; known are {', '.join(TRANSPORTS)}", field="transport")

@@ -9,6 +9,7 @@ Reads are two-sided pulls. The reader names block hashes and destination offsets
 what it has, answers for each block (status, checksum), sends the bytes of those present, and unpins. The reader
 verifies identity and xxh3 of every block before it counts as arrived. A block that is missing is a result
 (`BlockStatus.MISSING`), not an error; an error ends the read and keeps the blocks that were verified before it.
+A read with a corrupt block goes on to its end and then fails with `IntegrityError`; its other blocks are good.
 
 Every method may be called from any thread and returns without waiting for the network, except `close`.
 """

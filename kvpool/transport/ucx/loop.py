@@ -1,0 +1,203 @@
+"""The progress thread of the UCX transport.
+
+It owns UCX and both halves. It blocks on the workers' event descriptors when nothing is in flight, polls for some
+microseconds when something is, and is woken by an eventfd for commands of other threads. It runs no user code except
+`BlockSource.pin`/`unpin` and progress callbacks, which must not block.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from kvpool.errors import IntegrityError, TransferError
+from kvpool.transport.ucx.fabric import Arrival, Fabric, Operation, Port, message_of
+from kvpool.transport.ucx.reader import ReaderHalf
+from kvpool.transport.ucx.server import ServerHalf
+from kvpool.transport.wire import decode, is_data_tag
+
+log = logging.getLogger(__name__)
+
+ACTIVE_BLOCK_S = 0.005
+IDLE_BLOCK_S = 1.0
+ARRIVALS_PER_STEP = 64
+
+Command = Callable[[int], None]
+"""Runs on the progress thread; gets the time."""
+
+
+class ProgressLoop:
+    """One thread that moves one `Fabric` and its two halves until `stop` and everything is terminal.
+
+    Args:
+        fabric, reader, server: what it owns from `start` on.
+        spin_ns: how long it polls without progress, while something is in flight, before it blocks.
+        clock_ns: monotonic clock.
+        name: of the thread.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        reader: ReaderHalf,
+        server: ServerHalf,
+        *,
+        spin_ns: int,
+        clock_ns: Callable[[], int],
+        name: str,
+    ) -> None:
+        self._fabric = fabric
+        self._reader = reader
+        self._server = server
+        self._spin_ns = spin_ns
+        self._clock_ns = clock_ns
+        self._commands: deque[Command] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._sleeping = False
+        self._stopping = False
+        self._exited = False
+        self._waiting: dict[Port, deque[Arrival]] = {fabric.reader: deque(), fabric.server: deque()}
+        self._strays: list[Operation] = []
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def post(self, command: Command) -> None:
+        """Run ``command`` on the thread, soon; when the thread ended, run it here."""
+        self._commands.append(command)
+        if self._sleeping:
+            os.eventfd_write(self._wake_fd, 1)
+        elif self._exited:
+            self._run_commands(self._clock_ns())
+
+    def stop(self) -> None:
+        """Close both halves; the thread ends once every read and every lease is terminal. May be repeated."""
+
+        def close_halves(now_ns: int) -> None:
+            if not self._stopping:
+                self._stopping = True
+                self._reader.close(now_ns)
+                self._server.close(now_ns)
+
+        self.post(close_halves)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread; True when it ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            log.exception("the UCX progress thread failed; its reads are given up")
+            self.failure = error
+            self._abandon(error)
+        self._exited = True
+        self._run_commands(self._clock_ns())
+
+    def _loop(self) -> None:
+        with select.epoll() as poller:
+            for fd in (self._fabric.reader.event_fd, self._fabric.server.event_fd, self._wake_fd):
+                poller.register(fd, select.EPOLLIN)
+            spin_until_ns = 0
+            while True:
+                now_ns = self._clock_ns()
+                moved = self._step(now_ns)
+                active = self._active
+                if self._stopping and not active and not self._commands:
+                    return
+                if moved:
+                    spin_until_ns = now_ns + self._spin_ns
+                elif not active or now_ns >= spin_until_ns:
+                    self._block(poller, ACTIVE_BLOCK_S if active else IDLE_BLOCK_S)
+                    spin_until_ns = 0
+
+    @property
+    def _active(self) -> bool:
+        return self._reader.active or self._server.active or bool(self._strays)
+
+    def _step(self, now_ns: int) -> bool:
+        moved = self._run_commands(now_ns)
+        moved |= self._fabric.reader.progress()
+        moved |= self._fabric.server.progress()
+        moved |= self._receive(self._fabric.reader, self._reader, now_ns)
+        moved |= self._receive(self._fabric.server, self._server, now_ns)
+        moved |= self._reader.step(now_ns)
+        moved |= self._server.step(now_ns)
+        if self._strays:
+            self._strays = [stray for stray in self._strays if not stray.completed]
+        return moved
+
+    def _run_commands(self, now_ns: int) -> bool:
+        ran = False
+        while self._commands:
+            self._commands.popleft()(now_ns)
+            ran = True
+        return ran
+
+    def _receive(self, port: Port, half: ReaderHalf | ServerHalf, now_ns: int) -> bool:
+        """Take arrivals, and hand complete messages on in the order in which they complete."""
+        waiting = self._waiting[port]
+        for _ in range(ARRIVALS_PER_STEP):
+            arrival = port.arrival()
+            if arrival is None:
+                break
+            if is_data_tag(arrival.tag):
+                self._strays.append(arrival.operation)  # of a read that ended; fetched so that it does not pile up
+            else:
+                waiting.append(arrival)
+        moved = False
+        for _ in range(len(waiting)):
+            arrival = waiting.popleft()
+            if arrival.operation.completed:
+                self._handle(arrival, half, now_ns)
+                moved = True
+            else:
+                waiting.append(arrival)
+        return moved
+
+    def _handle(self, arrival: Arrival, half: ReaderHalf | ServerHalf, now_ns: int) -> None:
+        raw = message_of(arrival.operation)
+        if raw is None:
+            half.protocol_errors += 1
+            return
+        try:
+            message = decode(raw)
+        except IntegrityError as error:
+            half.on_malformed(error, now_ns)
+            return
+        half.on_message(message, now_ns)
+
+    def _block(self, poller: select.epoll, timeout_s: float) -> None:
+        self._sleeping = True
+        try:
+            # A command that came before `_sleeping` was set did not write the eventfd.
+            if self._commands or not self._fabric.reader.arm() or not self._fabric.server.arm():
+                return
+            for fd, _ in poller.poll(timeout_s):
+                if fd == self._wake_fd:
+                    os.eventfd_read(self._wake_fd)
+        finally:
+            self._sleeping = False
+
+    def _abandon(self, error: BaseException) -> None:
+        """After a bug: give every read up, and finish each when its pages are safe."""
+        self._reader.fail_all(TransferError(f"the transport failed: {error!r}"), self._clock_ns())
+        self._server.close(self._clock_ns())
+        while self._reader.active or self._server.active:
+            self._fabric.reader.progress_all()
+            self._fabric.server.progress_all()
+            self._reader.step(self._clock_ns())
+            self._server.step(self._clock_ns())
+            time.sleep(ACTIVE_BLOCK_S)

@@ -1,0 +1,517 @@
+"""The reader's half of the UCX transport: links, pulls, windows, give-up and fence.
+
+Owned by the progress thread; nothing here is thread-safe and nothing blocks, except that closing a connection by
+force takes a few milliseconds.
+
+One connection per peer incarnation carries all reads from it. Most give-ups (a cancelled request, a deadline on a
+slow but living link) therefore only *drain*: no further run is granted, and the granted ones, at most one window,
+finish. A peer that delivers nothing for a stall bound is closed by force; every read on that link then fails with a
+typed error, which is right because none of them was getting bytes either. Connections of their own per read would
+isolate no better and cost a wire-up each.
+
+Invariants:
+    * a page is named by at most one posted receive, and a read is finished only when none of its receives is open;
+    * bytes in flight never exceed the link's and the process's window (a single run may exceed an empty window);
+    * a link that failed is never used again; the next read makes a new one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import os
+from dataclasses import dataclass, field
+
+import xxhash
+
+from kvpool import errors
+from kvpool.errors import (
+    CapacityError,
+    IntegrityError,
+    KVPoolError,
+    PeerGoneError,
+    StallError,
+    TransferCancelledError,
+    TransferError,
+)
+from kvpool.transport.base import BlockStatus, Peer
+from kvpool.transport.handle import LocalEnd, ReadTask
+from kvpool.transport.ucx.fabric import Connection, Operation, Port
+from kvpool.transport.ucx.settings import UcxOptions
+from kvpool.transport.wire import (
+    CONTROL_TAG,
+    MAX_PULL_BLOCKS,
+    Bye,
+    Grant,
+    Message,
+    Offer,
+    Pull,
+    Refuse,
+    Run,
+    Stop,
+    data_tag,
+    encode,
+    identity_digest,
+    runs_of_offer,
+)
+from kvpool.types import WorkerKey
+
+TICK_NS = 5_000_000
+REFUSALS: dict[str, type[KVPoolError]] = {
+    cls.code: cls
+    for cls in vars(errors).values()
+    if isinstance(cls, type) and issubclass(cls, KVPoolError) and cls is not KVPoolError
+}
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """One read as this half sees it."""
+
+    task: ReadTask
+    link: Link
+    pulls_left: int = 0
+    last_progress_ns: int = 0
+    gave_up_ns: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class OpenPull:
+    """A slice of a read: waiting, asked for, or under way."""
+
+    sequence: int
+    reading: Reading
+    base: int  # index of its first block in the read
+    blocks: int
+    runs: tuple[Run, ...] | None = None  # None until the offer came
+    checksums: tuple[int | None, ...] = ()
+    granted: int = 0
+    open_runs: int = 0
+
+
+@dataclass(slots=True)
+class PostedRun:
+    """A run whose receive is posted."""
+
+    operation: Operation
+    pull: OpenPull
+    run: Run
+    run_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """The connection to one peer incarnation and everything that goes over it."""
+
+    peer: Peer
+    link_id: int
+    connection: Connection
+    last_progress_ns: int
+    waiting: list[tuple[int, int, OpenPull]] = field(default_factory=list)
+    asked: dict[int, OpenPull] = field(default_factory=dict)
+    posted: list[PostedRun] = field(default_factory=list)
+    readings: set[Reading] = field(default_factory=set)
+    in_flight_bytes: int = 0
+    broken_ns: int | None = None
+
+
+class ReaderHalf:
+    """Reads blocks from peers into ``segment``."""
+
+    def __init__(self, port: Port, local: LocalEnd, options: UcxOptions) -> None:
+        self._port = port
+        self._key = local.key
+        self._segment = local.segment
+        self._block_bytes = local.block_bytes
+        self._options = options
+        self._links: dict[WorkerKey, Link] = {}
+        self._fencing: list[Link] = []
+        self._sends: list[Operation] = []
+        self._sequences = itertools.count(1)
+        self._in_flight_bytes = 0
+        self._grant_due = False
+        self._next_tick_ns = 0
+        self.reads = self.reads_failed = self.blocks_read = self.bytes_read = self.corrupt_blocks = 0
+        self.open_reads = self.protocol_errors = 0
+        self._closed: KVPoolError | None = None
+        self.quarantined_reads = 0
+
+    # ── what the transport asks for ──────────────────────────────────────────────────────────────────────────────
+
+    def submit(self, task: ReadTask, now_ns: int) -> None:
+        """Take a read over. Never raises for reasons of the peer: the read fails instead."""
+        self.open_reads += 1
+        if self._closed is not None:
+            task.give_up(self._closed)
+        if self._closed is not None or not task.request.blocks:
+            self._count(task)
+            return
+        try:
+            link = self._link_to(task.request.peer, now_ns)
+        except KVPoolError as error:
+            task.give_up(error)
+            self._count(task)
+            return
+        reading = Reading(task, link, last_progress_ns=now_ns)
+        link.readings.add(reading)
+        for base in range(0, len(task.request.blocks), MAX_PULL_BLOCKS):
+            sequence = next(self._sequences)
+            pull = OpenPull(sequence, reading, base, min(MAX_PULL_BLOCKS, len(task.request.blocks) - base))
+            bisect.insort(link.waiting, (task.request.urgency_ns, sequence, pull), key=lambda item: item[:2])
+            reading.pulls_left += 1
+        self._ask(link, now_ns)
+
+    def cancel(self, task: ReadTask, now_ns: int) -> None:
+        """Give one read up; it drains, or is fenced when it does not."""
+        for reading in self._all_readings():
+            if reading.task is task:
+                self._give_up(reading, TransferCancelledError("the reader gave the read up"), now_ns)
+
+    def forget(self, peer: WorkerKey, now_ns: int) -> None:
+        """Close the link to an incarnation that is known to be over."""
+        link = self._links.get(peer)
+        if link is not None:
+            self._break(link, PeerGoneError(f"worker {peer} was forgotten", peer=str(peer)), now_ns)
+
+    def close(self, now_ns: int) -> None:
+        """Give everything up; `active` turns False when the fence confirmed."""
+        self._closed = TransferCancelledError("the transport was closed")
+        for link in list(self._links.values()):
+            if link.connection.alive:
+                self._send(link, Bye(0, link.link_id))
+            self._port.progress_all()
+            self._break(link, self._closed, now_ns)
+
+    def fail_all(self, error: KVPoolError, now_ns: int) -> None:
+        """Give every read up for one reason, after a bug of ours."""
+        self._closed = error
+        for link in list(self._links.values()):
+            self._break(link, error, now_ns)
+
+    # ── what the progress thread calls ───────────────────────────────────────────────────────────────────────────
+
+    @property
+    def active(self) -> bool:
+        """Whether any read is not terminal or any message is still leaving."""
+        return bool(self._fencing or self._sends) or any(link.readings for link in self._links.values())
+
+    @property
+    def endpoints(self) -> int:
+        """Connections that exist, failed ones until they are fenced."""
+        return len(self._links) + len(self._fencing)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Granted and not yet arrived."""
+        return self._in_flight_bytes
+
+    def step(self, now_ns: int) -> bool:
+        """Collect what arrived, grant what fits, look at the timers. True when something happened."""
+        moved = False
+        for link in (*self._links.values(), *self._fencing):
+            moved |= bool(link.posted) and self._collect(link, now_ns)
+        if self._sends:
+            self._sends = [send for send in self._sends if not send.completed]
+        if self._grant_due:
+            self._grant(now_ns)
+        if now_ns >= self._next_tick_ns:
+            self._next_tick_ns = now_ns + TICK_NS
+            self._look_at_timers(now_ns)
+        return moved
+
+    def on_message(self, message: Message, now_ns: int) -> None:
+        """Handle an answer of a holder."""
+        link, pull = self._find(message.sequence)
+        if link is None or pull is None:
+            return  # a late answer to a pull that was given up
+        if pull.runs is not None or not isinstance(message, Offer | Refuse):
+            self.protocol_errors += 1  # a duplicate; the first answer stands
+            return
+        link.last_progress_ns = pull.reading.last_progress_ns = now_ns
+        if isinstance(message, Offer):
+            self._take_offer(link, pull, message, now_ns)
+        else:
+            cls = REFUSALS.get(message.code, TransferError)
+            self._give_up(pull.reading, cls(message.message, peer=str(link.peer.key)), now_ns)
+
+    def on_malformed(self, error: IntegrityError, now_ns: int) -> None:
+        """An answer did not parse; when it names a pull, that read fails at once, otherwise its stall timer ends it."""
+        self.protocol_errors += 1
+        _, pull = self._find(error.details.get("sequence") or 0)
+        if pull is not None:
+            self._give_up(pull.reading, error, now_ns)
+
+    # ── asking and granting ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _link_to(self, peer: Peer, now_ns: int) -> Link:
+        link = self._links.get(peer.key)
+        if link is not None and link.connection.alive and link.peer.address == peer.address:
+            return link
+        if link is not None:
+            self._break(link, self._reason(link), now_ns)
+        self._make_room(now_ns)
+        connection = self._port.connect(peer.address, str(peer.key))
+        link_id = int.from_bytes(os.urandom(8), "little")
+        link = self._links[peer.key] = Link(peer, link_id, connection, now_ns)
+        return link
+
+    def _make_room(self, now_ns: int) -> None:
+        if len(self._links) < self._options.max_links:
+            return
+        idle = [link for link in self._links.values() if not link.readings]
+        if not idle:
+            raise CapacityError(f"{len(self._links)} links are busy already; redo the prefill")
+        self._retire(min(idle, key=lambda link: link.last_progress_ns), now_ns)
+
+    def _retire(self, link: Link, now_ns: int) -> None:
+        self._send(link, Bye(0, link.link_id))
+        self._port.progress_all()
+        self._break(link, TransferCancelledError("the link was idle"), now_ns)
+
+    def _ask(self, link: Link, now_ns: int) -> None:
+        while link.waiting and len(link.asked) < self._options.open_pulls_per_link and link.broken_ns is None:
+            _, _, pull = link.waiting.pop(0)
+            wants = pull.reading.task.request.blocks[pull.base : pull.base + pull.blocks]
+            message = Pull(
+                sequence=pull.sequence,
+                link_id=link.link_id,
+                deadline_ns=max(1, pull.reading.task.deadline_at_ns - now_ns),
+                reader=self._key,
+                reader_address=self._port.address,
+                holder=link.peer.key,
+                hashes=tuple(want.block_hash for want in wants),
+                offsets=tuple(want.dest_offset for want in wants),
+            )
+            if not link.asked:
+                link.last_progress_ns = now_ns
+            link.asked[pull.sequence] = pull
+            pull.reading.last_progress_ns = now_ns
+            pull.reading.task.begin()
+            self._send(link, message)
+
+    def _take_offer(self, link: Link, pull: OpenPull, offer: Offer, now_ns: int) -> None:
+        wants = pull.reading.task.request.blocks[pull.base : pull.base + pull.blocks]
+        try:
+            if offer.identity != identity_digest([want.block_hash for want in wants]):
+                raise IntegrityError("the holder answered for other blocks", peer=str(link.peer.key))
+            if len(offer.checksums) != pull.blocks:
+                raise IntegrityError("the offer has another length than the pull", peer=str(link.peer.key))
+            pull.runs = runs_of_offer(offer, [want.dest_offset for want in wants], self._block_bytes)
+        except IntegrityError as error:
+            self.protocol_errors += 1
+            self._give_up(pull.reading, error, now_ns)
+            return
+        pull.checksums = offer.checksums
+        missing = [pull.base + index for index, total in enumerate(offer.checksums) if total is None]
+        if missing:
+            pull.reading.task.mark(missing, BlockStatus.MISSING)
+        self._grant_due = True
+        if not pull.runs:
+            self._end_pull(link, pull, now_ns)
+        elif missing:
+            pull.reading.task.publish()
+
+    def _grant(self, now_ns: int) -> None:
+        """Post receives for the most urgent runs that fit the windows, then tell the holders."""
+        self._grant_due = False
+        ready = [
+            (pull.reading.task.request.urgency_ns, pull.sequence, link, pull)
+            for link in self._links.values()
+            for pull in link.asked.values()
+            if pull.runs is not None and pull.granted < len(pull.runs)
+        ]
+        ready.sort(key=lambda item: item[:2])
+        for _, _, link, pull in ready:
+            before = pull.granted
+            try:
+                while self._fits(link, pull):
+                    self._post(link, pull)
+            except KVPoolError as error:
+                self._break(link, error, now_ns)
+                continue
+            if pull.granted > before:
+                self._send(link, Grant(pull.sequence, link.link_id, pull.granted))
+
+    def _fits(self, link: Link, pull: OpenPull) -> bool:
+        if pull.runs is None or pull.granted == len(pull.runs) or link.broken_ns is not None:
+            return False
+        if not link.connection.alive or len(link.posted) >= self._options.link_window_runs:
+            return False
+        size = pull.runs[pull.granted].blocks * self._block_bytes
+        fits_link = link.in_flight_bytes == 0 or link.in_flight_bytes + size <= self._options.link_window_bytes
+        total = self._in_flight_bytes
+        return fits_link and (total == 0 or total + size <= self._options.process_window_bytes)
+
+    def _post(self, link: Link, pull: OpenPull) -> None:
+        assert pull.runs is not None
+        run = pull.runs[pull.granted]
+        start = pull.reading.task.request.blocks[pull.base + run.first].dest_offset
+        size = run.blocks * self._block_bytes
+        operation = link.connection.receive(self._segment[start : start + size], data_tag(pull.sequence, pull.granted))
+        link.posted.append(PostedRun(operation, pull, run, size))
+        link.in_flight_bytes += size
+        self._in_flight_bytes += size
+        pull.granted += 1
+        pull.open_runs += 1
+
+    def _send(self, link: Link, message: Message) -> None:
+        try:
+            self._sends.append(link.connection.send(encode(message), CONTROL_TAG))
+        except KVPoolError:
+            # The connection is dead; `_look_at_timers` sees that within a tick and fails the reads on it.
+            self._next_tick_ns = 0
+
+    # ── arriving ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _collect(self, link: Link, now_ns: int) -> bool:
+        finished: list[PostedRun] = []
+        still: list[PostedRun] = []
+        for posted in link.posted:
+            (finished if posted.operation.completed else still).append(posted)
+        if not finished:
+            return False
+        link.posted = still
+        failure: KVPoolError | None = None
+        touched: dict[Reading, None] = {}
+        for posted in finished:
+            link.in_flight_bytes -= posted.run_bytes
+            self._in_flight_bytes -= posted.run_bytes
+            posted.pull.open_runs -= 1
+            error = posted.operation.error()
+            if error is None:
+                self._verify(posted)
+                posted.pull.reading.last_progress_ns = link.last_progress_ns = now_ns
+                touched[posted.pull.reading] = None
+            failure = failure or error
+        for reading in touched:
+            reading.task.publish()
+        for posted in finished:
+            self._maybe_end_pull(link, posted.pull, now_ns)
+        if failure is not None and link.broken_ns is None:
+            self._break(link, self._reason(link, failure), now_ns)
+        self._grant_due = True
+        return True
+
+    def _verify(self, posted: PostedRun) -> None:
+        """Check every block of a run that landed. A read that was given up keeps what still arrived intact."""
+        pull, size = posted.pull, self._block_bytes
+        blocks = pull.reading.task.request.blocks
+        intact: list[int] = []
+        corrupt: list[int] = []
+        for index in range(posted.run.first, posted.run.first + posted.run.blocks):
+            at = blocks[pull.base + index].dest_offset
+            good = xxhash.xxh3_64_intdigest(self._segment[at : at + size]) == pull.checksums[index]
+            (intact if good else corrupt).append(pull.base + index)
+        pull.reading.task.mark(intact, BlockStatus.ARRIVED)
+        pull.reading.task.mark(corrupt, BlockStatus.CORRUPT)
+        self.blocks_read += len(intact)
+        self.bytes_read += len(intact) * size
+        self.corrupt_blocks += len(corrupt)
+
+    def _maybe_end_pull(self, link: Link, pull: OpenPull, now_ns: int) -> None:
+        if pull.open_runs or pull.sequence not in link.asked:
+            return
+        over = pull.reading.gave_up_ns is not None or pull.runs is None or pull.granted == len(pull.runs)
+        if over:
+            self._end_pull(link, pull, now_ns)
+
+    def _end_pull(self, link: Link, pull: OpenPull, now_ns: int) -> None:
+        del link.asked[pull.sequence]
+        pull.reading.pulls_left -= 1
+        if pull.reading.pulls_left == 0:
+            link.readings.discard(pull.reading)
+            self._count(pull.reading.task)
+        self._ask(link, now_ns)
+
+    def _count(self, task: ReadTask) -> None:
+        task.finish()
+        self.open_reads -= 1
+        self.reads += 1
+        self.reads_failed += task.error is not None
+
+    # ── giving up ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _give_up(self, reading: Reading, error: KVPoolError, now_ns: int) -> None:
+        """Stop one read: drop what was not granted, let the rest drain."""
+        link = reading.link
+        if reading.gave_up_ns is None:
+            reading.gave_up_ns = now_ns
+            reading.task.give_up(error)
+        dropped = [item for item in link.waiting if item[2].reading is reading]
+        link.waiting = [item for item in link.waiting if item[2].reading is not reading]
+        reading.pulls_left -= len(dropped)
+        mine = [pull for pull in link.asked.values() if pull.reading is reading]
+        for pull in mine:
+            if link.broken_ns is None:
+                self._send(link, Stop(pull.sequence, link.link_id))
+            self._maybe_end_pull(link, pull, now_ns)
+        if not mine and reading in link.readings:  # nothing was asked for yet
+            link.readings.discard(reading)
+            self._count(reading.task)
+
+    def _break(self, link: Link, error: KVPoolError, now_ns: int) -> None:
+        """Close a link by force and give up every read on it; they end as the fence confirms."""
+        if link.broken_ns is not None:
+            return
+        link.broken_ns = now_ns
+        self._links.pop(link.peer.key, None)
+        self._fencing.append(link)
+        with contextlib.suppress(KVPoolError):  # then its receives stay open, and its reads quarantined
+            link.connection.close()
+        self._port.progress_all()
+        self._collect(link, now_ns)
+        for reading in list(link.readings):
+            self._give_up(reading, error, now_ns)
+        self._next_tick_ns = 0
+
+    def _look_at_timers(self, now_ns: int) -> None:
+        for link in list(self._links.values()):
+            if not link.connection.alive:
+                self._break(link, self._reason(link), now_ns)
+                continue
+            for reading in list(link.readings):
+                if link.broken_ns is None:
+                    self._look_at(link, reading, now_ns)
+            if not link.readings and now_ns - link.last_progress_ns > self._options.idle_link_ns:
+                self._retire(link, now_ns)
+        still = []
+        for link in self._fencing:
+            self._port.progress_all()
+            self._collect(link, now_ns)
+            if link.posted:
+                still.append(link)
+        self._fencing = still
+        late = [link for link in still if now_ns - (link.broken_ns or 0) > self._options.fence_ns]
+        self.quarantined_reads = sum(len(link.readings) for link in late)
+
+    def _look_at(self, link: Link, reading: Reading, now_ns: int) -> None:
+        request, peer = reading.task.request, str(link.peer.key)
+        quiet_ns = now_ns - max(link.last_progress_ns, reading.last_progress_ns)
+        if reading.gave_up_ns is not None:
+            others = len(link.readings) > 1
+            patience_ns = max(request.stall_ns, self._options.drain_ns) if others else self._options.drain_ns
+            if quiet_ns > patience_ns or now_ns - reading.gave_up_ns > 4 * self._options.drain_ns:
+                self._break(link, StallError(f"the link to {peer} was closed to fence a read", peer=peer), now_ns)
+            return
+        expecting = any(pull.reading is reading for pull in link.asked.values())
+        if expecting and quiet_ns > request.stall_ns:
+            self._break(link, StallError(f"{peer} sent nothing for {quiet_ns} ns", peer=peer), now_ns)
+        elif now_ns > reading.task.deadline_at_ns:
+            self._give_up(reading, StallError("the read passed its deadline", peer=peer), now_ns)
+
+    def _reason(self, link: Link, failure: KVPoolError | None = None) -> KVPoolError:
+        """What to tell reads on a link that failed: a lost peer, unless UCX says something more specific."""
+        cause = link.connection.failure() or failure
+        if cause is None or isinstance(cause, TransferCancelledError):
+            cause = PeerGoneError(f"the connection to {link.peer.key} is gone", peer=str(link.peer.key))
+        return cause
+
+    def _find(self, sequence: int) -> tuple[Link | None, OpenPull | None]:
+        for link in self._links.values():
+            if sequence in link.asked:
+                return link, link.asked[sequence]
+        return None, None
+
+    def _all_readings(self) -> list[Reading]:
+        return [reading for link in (*self._links.values(), *self._fencing) for reading in link.readings]

@@ -1,0 +1,274 @@
+"""The holder's half of the UCX transport: answers pulls, sends granted runs, ends read leases.
+
+Owned by the progress thread; nothing here is thread-safe. A read lease is taken by `BlockSource.pin` when a pull
+comes and released exactly once: when its last granted send is terminal after the reader had everything, stopped or
+died, or when its time is over. A lease whose sends are open is never released; when a reader holds one too long its
+connection is closed by force, which makes the sends terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from kvpool.errors import CapacityError, IncompatibleError, IntegrityError, KVPoolError, StaleError
+from kvpool.transport.base import BlockSource, HeldBlock
+from kvpool.transport.handle import LocalEnd
+from kvpool.transport.ucx.fabric import Connection, Operation, Port
+from kvpool.transport.ucx.settings import UcxOptions
+from kvpool.transport.wire import (
+    CONTROL_TAG,
+    Bye,
+    Grant,
+    Message,
+    Offer,
+    Pull,
+    Refuse,
+    Run,
+    Stop,
+    data_tag,
+    encode,
+    identity_digest,
+    merge_runs,
+)
+from kvpool.types import WorkerKey
+
+TICK_NS = 5_000_000
+REMEMBERED_STOPS = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Serve:
+    """One pull being answered."""
+
+    lease_id: int
+    sequence: int
+    link: ReaderLink
+    runs: tuple[Run, ...]
+    held: tuple[HeldBlock | None, ...]
+    ends_at_ns: int
+    granted: int = 0
+    sends: list[Operation] = field(default_factory=list)
+    over: bool = False  # nothing more will be sent
+
+
+@dataclass(slots=True, eq=False)
+class ReaderLink:
+    """The connection back to one reader, named by the reader's link id."""
+
+    link_id: int
+    reader: WorkerKey
+    connection: Connection
+    last_used_ns: int
+    serves: dict[int, Serve] = field(default_factory=dict)
+
+
+class ServerHalf:
+    """Serves blocks of ``segment`` to readers."""
+
+    def __init__(self, port: Port, local: LocalEnd, source: BlockSource, options: UcxOptions) -> None:
+        self._port = port
+        self._key = local.key
+        self._segment = local.segment
+        self._block_bytes = local.block_bytes
+        self._source = source
+        self._options = options
+        self._links: dict[int, ReaderLink] = {}
+        self._fencing: list[ReaderLink] = []
+        self._stopped: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._replies: list[Operation] = []
+        self._next_tick_ns = 0
+        self.blocks_served = self.bytes_served = self.refused = self.leases_expired = self.protocol_errors = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether any read lease is out or any reply is still leaving."""
+        return bool(self._fencing or self._replies) or any(link.serves for link in self._links.values())
+
+    @property
+    def endpoints(self) -> int:
+        """Connections that exist, failed ones until they are fenced."""
+        return len(self._links) + len(self._fencing)
+
+    @property
+    def leases(self) -> int:
+        """Read leases that are out."""
+        return sum(len(link.serves) for link in (*self._links.values(), *self._fencing))
+
+    def on_message(self, message: Message, now_ns: int) -> None:
+        """Handle what a reader sent."""
+        match message:
+            case Pull():
+                self._on_pull(message, now_ns)
+            case Grant(sequence, link_id, runs):
+                self._on_grant(link_id, sequence, runs, now_ns)
+            case Stop(sequence, link_id):
+                self._on_stop(link_id, sequence, now_ns)
+            case Bye(_, link_id):
+                link = self._links.get(link_id)
+                if link is not None:
+                    self._break(link, now_ns)
+            case _:
+                self.protocol_errors += 1
+
+    def on_malformed(self, error: IntegrityError, now_ns: int) -> None:
+        """A message did not parse; the reader's timers end the pull it belonged to."""
+        self.protocol_errors += 1
+
+    def step(self, now_ns: int) -> bool:
+        """Notice finished sends, look at the timers. True when something happened."""
+        moved = False
+        for link in (*self._links.values(), *self._fencing):
+            if link.serves:
+                moved |= self._collect(link, now_ns)
+        if self._replies:
+            self._replies = [reply for reply in self._replies if not reply.completed]
+        if now_ns >= self._next_tick_ns:
+            self._next_tick_ns = now_ns + TICK_NS
+            self._look_at_timers(now_ns)
+        return moved
+
+    def close(self, now_ns: int) -> None:
+        """Close every connection; `active` turns False when every lease is released."""
+        for link in list(self._links.values()):
+            self._break(link, now_ns)
+
+    # ── pulls ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _on_pull(self, pull: Pull, now_ns: int) -> None:
+        if self._stopped.pop((pull.link_id, pull.sequence), 0) is None:
+            return  # the stop overtook the pull, which is longer and travels slower
+        try:
+            link = self._link_to(pull, now_ns)
+        except KVPoolError:
+            self.refused += 1  # the reader cannot be reached; its stall timer ends the read
+            return
+        try:
+            serve = self._pin(pull, link, now_ns)
+        except KVPoolError as error:
+            self.refused += 1
+            self._reply(link, Refuse(pull.sequence, error.code, str(error)))
+            return
+        sums = tuple(None if block is None else block.checksum for block in serve.held)
+        offer = Offer(pull.sequence, identity_digest(pull.hashes), sums, tuple(run.blocks for run in serve.runs))
+        self._reply(link, offer)
+        if serve.runs:
+            link.serves[pull.sequence] = serve
+        else:
+            self._source.unpin(serve.lease_id)
+
+    def _pin(self, pull: Pull, link: ReaderLink, now_ns: int) -> Serve:
+        if pull.holder != self._key:
+            raise StaleError(f"asked for {pull.holder}, this is {self._key}; look up again", peer=str(self._key))
+        if self.leases >= self._options.max_serves:
+            raise CapacityError(f"{self._key} serves {self._options.max_serves} pulls already", peer=str(self._key))
+        if pull.sequence in link.serves:
+            raise IncompatibleError("a pull with this sequence number is under way", peer=str(self._key))
+        lease_id, held = self._source.pin(pull.reader, pull.hashes)
+        sources = [None if block is None else block.offset for block in held]
+        runs = merge_runs(sources, pull.offsets, self._block_bytes, self._options.max_run_bytes)
+        budget_ns = min(pull.deadline_ns + self._options.lease_slack_ns, self._options.max_lease_ns)
+        return Serve(lease_id, pull.sequence, link, runs, held, now_ns + budget_ns)
+
+    def _link_to(self, pull: Pull, now_ns: int) -> ReaderLink:
+        link = self._links.get(pull.link_id)
+        if link is not None and link.connection.alive:
+            link.last_used_ns = now_ns
+            return link
+        for old in list(self._links.values()):
+            # One reader has one living link: a new one says that the old one failed there.
+            if old.link_id == pull.link_id or old.reader.worker_id == pull.reader.worker_id:
+                self._break(old, now_ns)
+        if len(self._links) >= self._options.max_links:
+            idle = [old for old in self._links.values() if not old.serves]
+            if not idle:
+                raise CapacityError(f"{len(self._links)} readers are connected already")
+            self._break(min(idle, key=lambda old: old.last_used_ns), now_ns)
+        connection = self._port.connect(pull.reader_address, str(pull.reader))
+        link = self._links[pull.link_id] = ReaderLink(pull.link_id, pull.reader, connection, now_ns)
+        return link
+
+    def _on_grant(self, link_id: int, sequence: int, runs: int, now_ns: int) -> None:
+        link = self._links.get(link_id)
+        serve = None if link is None else link.serves.get(sequence)
+        if link is None or serve is None or serve.over:
+            return  # the lease ended before the grant came; the reader's timers handle it
+        link.last_used_ns = now_ns
+        try:
+            for index in range(serve.granted, min(runs, len(serve.runs))):
+                serve.sends.append(self._send_run(link, serve, index))
+                serve.granted = index + 1
+        except KVPoolError:
+            self._break(link, now_ns)
+            return
+        serve.over = serve.granted == len(serve.runs)
+
+    def _send_run(self, link: ReaderLink, serve: Serve, index: int) -> Operation:
+        run = serve.runs[index]
+        first = serve.held[run.first]
+        assert first is not None
+        size = run.blocks * self._block_bytes
+        self.blocks_served += run.blocks
+        self.bytes_served += size
+        return link.connection.send(self._segment[first.offset : first.offset + size], data_tag(serve.sequence, index))
+
+    def _on_stop(self, link_id: int, sequence: int, now_ns: int) -> None:
+        link = self._links.get(link_id)
+        serve = None if link is None else link.serves.get(sequence)
+        if link is not None and serve is not None:
+            serve.over = True
+            self._collect(link, now_ns)
+            return
+        self._stopped[(link_id, sequence)] = None
+        while len(self._stopped) > REMEMBERED_STOPS:
+            self._stopped.popitem(last=False)
+
+    def _reply(self, link: ReaderLink, message: Message) -> None:
+        # A dead connection is noticed by the timers; the reader's own timers cover a lost reply.
+        with contextlib.suppress(KVPoolError):
+            self._replies.append(link.connection.send(encode(message), CONTROL_TAG))
+
+    # ── endings ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _collect(self, link: ReaderLink, now_ns: int) -> bool:
+        moved = False
+        for serve in list(link.serves.values()):
+            open_sends = [send for send in serve.sends if not send.completed]
+            moved |= len(open_sends) < len(serve.sends)
+            serve.sends = open_sends
+            if serve.over and not open_sends:
+                del link.serves[serve.sequence]
+                self._source.unpin(serve.lease_id)
+                moved = True
+        if moved:
+            link.last_used_ns = now_ns
+        return moved
+
+    def _break(self, link: ReaderLink, now_ns: int) -> None:
+        """Close a connection by force; its leases end as their sends become terminal."""
+        self._links.pop(link.link_id, None)
+        self._fencing.append(link)
+        for serve in link.serves.values():
+            serve.over = True
+        with contextlib.suppress(KVPoolError):  # then its sends stay open, and its blocks pinned
+            link.connection.close()
+        self._port.progress_all()
+        self._collect(link, now_ns)
+        self._next_tick_ns = 0
+
+    def _look_at_timers(self, now_ns: int) -> None:
+        for link in list(self._links.values()):
+            late = [serve for serve in link.serves.values() if now_ns > serve.ends_at_ns]
+            self.leases_expired += len(late)
+            for serve in late:
+                serve.over = True
+            self._collect(link, now_ns)
+            stuck = any(serve.sends for serve in late)
+            idle = not link.serves and now_ns - link.last_used_ns > self._options.idle_link_ns
+            if stuck or idle or not link.connection.alive:
+                self._break(link, now_ns)
+        for link in self._fencing:
+            self._port.progress_all()
+            self._collect(link, now_ns)
+        self._fencing = [link for link in self._fencing if link.serves]

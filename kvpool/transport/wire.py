@@ -1,0 +1,331 @@
+"""Wire format of the two-sided pull, and how blocks merge into runs.  (pure)
+
+    reader                                       holder
+      │  PULL   who I am, whom I expect, hashes     │
+      │ ───────────────────────────────────────────▶│  pins, merges blocks into runs
+      │  OFFER  per-block presence, xxh3, runs      │
+      │ ◀───────────────────────────────────────────│  (or REFUSE: a typed error)
+      │  posts receives for some runs               │
+      │  GRANT  send runs below n                   │
+      │ ───────────────────────────────────────────▶│
+      │  run 0, run 1, …  (one data message each)   │
+      │ ◀═══════════════════════════════════════════│  unpins when the last send is terminal
+      │  STOP   no more runs wanted                 │
+
+The reader grants a run only after its receive is posted, so a data message never arrives unexpected while its read
+lives, and the reader alone decides the order, the pace and the bytes in flight. All integers are little-endian.
+Every message starts with the magic, the version, its kind, and the pull's sequence number; a message that does not
+parse raises `IntegrityError` and is never acted upon.
+
+Tags: bit 63 set marks data (39 bits of pull sequence, 24 bits of run index); clear marks control.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from kvpool.errors import IntegrityError
+from kvpool.types import BLOCK_HASH_BYTES, BlockHash, WorkerEpoch, WorkerId, WorkerKey
+
+MAGIC = 0x4B56
+VERSION = 1
+CONTROL_TAG = 1
+DATA_BIT = 1 << 63
+RUN_BITS = 24
+SEQUENCE_LIMIT = 1 << 39
+MAX_PULL_BLOCKS = 4096
+MAX_MESSAGE_BYTES = 1 << 20
+
+_HEAD = struct.Struct("<HBBQ")  # magic, version, kind, sequence
+_PULL = struct.Struct(
+    "<QQQQIIII"
+)  # link id, deadline, reader epoch, holder epoch, lengths of: ids (2), address, blocks
+_OFFER = struct.Struct("<QII")  # identity digest, number of blocks, number of runs
+_GRANT = struct.Struct("<QI")
+_LINK = struct.Struct("<Q")
+_TEXT = struct.Struct("<HH")
+
+_KIND_PULL, _KIND_OFFER, _KIND_REFUSE, _KIND_GRANT, _KIND_STOP, _KIND_BYE = range(1, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """A reader's request for at most `MAX_PULL_BLOCKS` blocks.
+
+    Attributes:
+        sequence: unique within the reader's incarnation.
+        link_id: random name of the reader's connection; a new one replaces the reader's older ones.
+        deadline_ns: the reader's remaining budget; the holder's read lease ends soon after it.
+        reader, reader_address: who asks, and where its receives are posted.
+        holder: the incarnation that is expected to answer.
+        hashes: what is wanted, front first.
+        offsets: destination byte offsets, so that the holder can merge neighbours.
+    """
+
+    sequence: int
+    link_id: int
+    deadline_ns: int
+    reader: WorkerKey
+    reader_address: bytes
+    holder: WorkerKey
+    hashes: tuple[BlockHash, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The holder's answer.
+
+    Attributes:
+        identity: `identity_digest` of the hashes that were asked for; another value marks a confused reply.
+        checksums: xxh3_64 per asked block, None where it is missing.
+        run_blocks: blocks of each run; the runs cover the present blocks in asked order.
+    """
+
+    sequence: int
+    identity: int
+    checksums: tuple[int | None, ...]
+    run_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The holder does not serve this pull: the `KVPoolError.code` and why."""
+
+    sequence: int
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Receives are posted for every run below ``runs``."""
+
+    sequence: int
+    link_id: int
+    runs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The reader wants no run that was not granted yet."""
+
+    sequence: int
+    link_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bye:
+    """The reader closes the connection ``link_id``; everything it was sent is over."""
+
+    sequence: int
+    link_id: int
+
+
+Message = Pull | Offer | Refuse | Grant | Stop | Bye
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Blocks ``[first, first + blocks)`` of a pull that are neighbours in both segments, moved as one message."""
+
+    first: int
+    blocks: int
+
+
+def data_tag(sequence: int, run_index: int) -> int:
+    """64-bit tag of one data message."""
+    return DATA_BIT | sequence << RUN_BITS | run_index
+
+
+def is_data_tag(tag: int) -> bool:
+    """Whether a tag marks a data message."""
+    return bool(tag & DATA_BIT)
+
+
+def identity_digest(hashes: Sequence[BlockHash]) -> int:
+    """xxh3_64 over the asked hashes in order."""
+    return xxhash.xxh3_64_intdigest(b"".join(hashes))
+
+
+def merge_runs(
+    sources: Sequence[int | None], destinations: Sequence[int], block_bytes: int, max_run_bytes: int
+) -> tuple[Run, ...]:
+    """Cut the present blocks into runs that are contiguous on both sides and at most ``max_run_bytes`` long.
+
+    A single block larger than the cap is a run of its own.
+    """
+    runs: list[Run] = []
+    limit = max(1, max_run_bytes // block_bytes)
+    first = length = 0
+    for index, source in enumerate(sources):
+        joins = (
+            0 < length < limit
+            and source is not None
+            and source == _after(sources[index - 1], block_bytes)
+            and destinations[index] == destinations[index - 1] + block_bytes
+        )
+        if joins:
+            length += 1
+            continue
+        if length:
+            runs.append(Run(first, length))
+        first, length = index, 0 if source is None else 1
+    if length:
+        runs.append(Run(first, length))
+    return tuple(runs)
+
+
+def runs_of_offer(offer: Offer, offsets: Sequence[int], block_bytes: int) -> tuple[Run, ...]:
+    """Rebuild the holder's runs and check them against what was asked.
+
+    Raises:
+        IntegrityError: the runs do not cover exactly the present blocks, or one is not contiguous at the destination.
+    """
+    present = [index for index, checksum in enumerate(offer.checksums) if checksum is not None]
+    if sum(offer.run_blocks) != len(present) or 0 in offer.run_blocks:
+        raise IntegrityError("the holder's runs do not cover the blocks it offers", sequence=offer.sequence)
+    runs: list[Run] = []
+    cursor = 0
+    for blocks in offer.run_blocks:
+        first = present[cursor]
+        for step in range(1, blocks):
+            at = present[cursor + step]
+            if at != first + step or offsets[at] != offsets[first] + step * block_bytes:
+                raise IntegrityError("a run of the offer is not contiguous here", sequence=offer.sequence)
+        runs.append(Run(first, blocks))
+        cursor += blocks
+    return tuple(runs)
+
+
+def encode(message: Message) -> bytes:
+    """Bytes of one control message."""
+    match message:
+        case Pull():
+            return _encode_pull(message)
+        case Offer():
+            return _encode_offer(message)
+        case Refuse(sequence, code, text):
+            raw_code, raw_text = code.encode()[:0xFF], text.encode()[:0x3FFF]
+            return _head(_KIND_REFUSE, sequence) + _TEXT.pack(len(raw_code), len(raw_text)) + raw_code + raw_text
+        case Grant(sequence, link_id, runs):
+            return _head(_KIND_GRANT, sequence) + _GRANT.pack(link_id, runs)
+        case Stop(sequence, link_id):
+            return _head(_KIND_STOP, sequence) + _LINK.pack(link_id)
+        case Bye(sequence, link_id):
+            return _head(_KIND_BYE, sequence) + _LINK.pack(link_id)
+
+
+def decode(raw: bytes | bytearray | memoryview) -> Message:
+    """Parse one control message.
+
+    Raises:
+        IntegrityError: it is truncated, has another magic or version, or is inconsistent. ``details`` carry the
+            sequence number when that much could be read.
+    """
+    view = memoryview(raw)
+    sequence: int | None = None
+    try:
+        magic, version, kind, sequence = _HEAD.unpack_from(view)
+        if magic != MAGIC or version != VERSION:
+            raise IntegrityError(f"unknown message: magic {magic:#x}, version {version}; both ends need one release")
+        return _decode_body(kind, sequence, view[_HEAD.size :])
+    except (struct.error, ValueError) as error:
+        raise IntegrityError(f"truncated or malformed message: {error}", sequence=sequence) from error
+
+
+def _head(kind: int, sequence: int) -> bytes:
+    return _HEAD.pack(MAGIC, VERSION, kind, sequence)
+
+
+def _after(source: int | None, block_bytes: int) -> int | None:
+    return None if source is None else source + block_bytes
+
+
+def _encode_pull(pull: Pull) -> bytes:
+    reader, holder = pull.reader.worker_id.encode(), pull.holder.worker_id.encode()
+    fixed = _PULL.pack(
+        pull.link_id,
+        pull.deadline_ns,
+        pull.reader.worker_epoch,
+        pull.holder.worker_epoch,
+        len(reader),
+        len(holder),
+        len(pull.reader_address),
+        len(pull.hashes),
+    )
+    offsets = struct.pack(f"<{len(pull.offsets)}Q", *pull.offsets)
+    parts = (_head(_KIND_PULL, pull.sequence), fixed, reader, holder, pull.reader_address, *pull.hashes, offsets)
+    return b"".join(parts)
+
+
+def _encode_offer(offer: Offer) -> bytes:
+    blocks = len(offer.checksums)
+    present = bytes(checksum is not None for checksum in offer.checksums)
+    sums = struct.pack(f"<{blocks}Q", *(checksum or 0 for checksum in offer.checksums))
+    runs = struct.pack(f"<{len(offer.run_blocks)}I", *offer.run_blocks)
+    fixed = _OFFER.pack(offer.identity, blocks, len(offer.run_blocks))
+    return _head(_KIND_OFFER, offer.sequence) + fixed + present + sums + runs
+
+
+def _decode_body(kind: int, sequence: int, body: memoryview) -> Message:
+    if kind == _KIND_PULL:
+        return _decode_pull(sequence, body)
+    if kind == _KIND_OFFER:
+        return _decode_offer(sequence, body)
+    if kind == _KIND_REFUSE:
+        code_length, text_length = _TEXT.unpack_from(body)
+        code, text = _split(body[_TEXT.size :], code_length, text_length)
+        return Refuse(sequence, bytes(code).decode(), bytes(text).decode(errors="replace"))
+    if kind == _KIND_GRANT:
+        return Grant(sequence, *_GRANT.unpack(body))
+    if kind == _KIND_STOP:
+        return Stop(sequence, *_LINK.unpack(body))
+    if kind == _KIND_BYE:
+        return Bye(sequence, *_LINK.unpack(body))
+    raise ValueError(f"unknown kind {kind}")
+
+
+def _decode_pull(sequence: int, body: memoryview) -> Pull:
+    link_id, deadline_ns, reader_epoch, holder_epoch, *lengths = _PULL.unpack_from(body)
+    reader_length, holder_length, address_length, blocks = lengths
+    reader, holder, address, raw_hashes, raw_offsets = _split(
+        body[_PULL.size :], reader_length, holder_length, address_length, blocks * BLOCK_HASH_BYTES, blocks * 8
+    )
+    joined = bytes(raw_hashes)
+    return Pull(
+        sequence=sequence,
+        link_id=link_id,
+        deadline_ns=deadline_ns,
+        reader=WorkerKey(WorkerId(bytes(reader).decode()), WorkerEpoch(reader_epoch)),
+        reader_address=bytes(address),
+        holder=WorkerKey(WorkerId(bytes(holder).decode()), WorkerEpoch(holder_epoch)),
+        hashes=tuple(BlockHash(joined[at : at + BLOCK_HASH_BYTES]) for at in range(0, len(joined), BLOCK_HASH_BYTES)),
+        offsets=struct.unpack(f"<{blocks}Q", raw_offsets),
+    )
+
+
+def _decode_offer(sequence: int, body: memoryview) -> Offer:
+    identity, blocks, runs = _OFFER.unpack_from(body)
+    present, raw_sums, raw_runs = _split(body[_OFFER.size :], blocks, blocks * 8, runs * 4)
+    sums = struct.unpack(f"<{blocks}Q", raw_sums)
+    return Offer(
+        sequence=sequence,
+        identity=identity,
+        checksums=tuple(total if here else None for here, total in zip(present, sums, strict=True)),
+        run_blocks=struct.unpack(f"<{runs}I", raw_runs),
+    )
+
+
+def _split(body: memoryview, *lengths: int) -> list[memoryview]:
+    if sum(lengths) != len(body):
+        raise ValueError(f"expected {sum(lengths)} bytes of body, got {len(body)}")
+    pieces = []
+    for length in lengths:
+        pieces.append(body[:length])
+        body = body[length:]
+    return pieces
