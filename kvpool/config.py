@@ -93,12 +93,25 @@ class RouterConfig(_Settings):
     max_records: int = Field(default=10_000, ge=1)
 
 
+class GatewayConfig(_Settings):
+    """The OpenAI-compatible HTTP ingress.
+
+    Attributes:
+        host: address it binds.
+        port: its port; None starts no gateway.
+    """
+
+    host: str = "127.0.0.1"
+    port: int | None = Field(default=None, ge=1, le=65535)
+
+
 class ClusterConfig(_Settings):
     """A whole cluster."""
 
     workers: tuple[WorkerConfig, ...] = (WorkerConfig(),)
     metadata: MetadataConfig = MetadataConfig()
     router: RouterConfig = RouterConfig()
+    gateway: GatewayConfig = GatewayConfig()
 
     @model_validator(mode="after")
     def _one_model(self) -> ClusterConfig:
@@ -149,5 +162,5 @@ def _explain(item: Any) -> str:
 
 
 def _known_keys() -> list[str]:
-    kinds = (ClusterConfig, WorkerConfig, EngineConfig, SchedulerConfig, MetadataConfig, RouterConfig)
+    kinds = (ClusterConfig, WorkerConfig, EngineConfig, SchedulerConfig, MetadataConfig, RouterConfig, GatewayConfig)
     return sorted({key for kind in kinds for key in kind.model_fields})

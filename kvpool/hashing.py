@@ -17,7 +17,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from hashlib import blake2b
 
 from kvpool.errors import RequestError
@@ -46,6 +46,10 @@ class Namespace:
     block_tokens: int
     adapter: str = ""
     tenant: str = ""
+
+    def for_tenant(self, tenant: str) -> Namespace:
+        """The same namespace for another tenant."""
+        return replace(self, tenant=tenant)
 
     def root(self) -> BlockHash:
         """Hash of the empty chain in this namespace, 16 bytes."""

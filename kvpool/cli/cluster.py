@@ -14,7 +14,7 @@ import typer
 from kvpool.cli.connect import open_client, running_state
 from kvpool.cli.output import AddressOption, JsonOption, NameOption, console, guarded, print_json, print_table, progress
 from kvpool.cluster.state import DEFAULT_NAME, read_state
-from kvpool.config import ClusterConfig, EngineConfig, WorkerConfig, load_config
+from kvpool.config import ClusterConfig, load_config, parse_config
 from kvpool.errors import ConfigError, KVPoolError, RequestError, UnavailableError
 
 DOWN_TIMEOUT_S = 60.0
@@ -24,6 +24,7 @@ def up(
     config: Annotated[Path | None, typer.Option(help="TOML file with the settings.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Number of workers (without --config).")] = None,
     model: Annotated[str | None, typer.Option(help="Bundled name, local path or hub id (without --config).")] = None,
+    http_port: Annotated[int | None, typer.Option(help="Serve the OpenAI-compatible API on this port.")] = None,
     name: NameOption = DEFAULT_NAME,
     ray_address: Annotated[
         str | None, typer.Option(help="Place the actors on this Ray cluster (host:port); default: an embedded one.")
@@ -31,16 +32,18 @@ def up(
     json_: JsonOption = False,
 ) -> None:
     """Start a cluster and leave it running."""
-    guarded(lambda: _up(_settings(config, workers, model), name, ray_address, json_), as_json=json_)
+    guarded(lambda: _up(_settings(config, workers, model, http_port), name, ray_address, json_), as_json=json_)
 
 
-def _settings(path: Path | None, workers: int | None, model: str | None) -> ClusterConfig:
+def _settings(path: Path | None, workers: int | None, model: str | None, http_port: int | None) -> ClusterConfig:
     if path is not None:
-        if workers is not None or model is not None:
-            raise RequestError("--workers and --model apply without --config; set them in the file", field="config")
+        if (workers, model, http_port) != (None, None, None):
+            raise RequestError("--workers, --model and --http-port are settings of the file when --config is given")
         return load_config(path)
-    engine = EngineConfig() if model is None else EngineConfig(model=model)
-    return ClusterConfig(workers=(WorkerConfig(count=workers or WorkerConfig().count, engine=engine),))
+    group: dict[str, Any] = {} if workers is None else {"count": workers}
+    if model is not None:
+        group["engine"] = {"model": model}
+    return parse_config({"workers": [group], "gateway": {"port": http_port}})
 
 
 def _up(config: ClusterConfig, name: str, ray_address: str | None, as_json: bool) -> None:

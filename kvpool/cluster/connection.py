@@ -16,6 +16,7 @@ import ray.exceptions
 from ray.actor import ActorHandle
 
 from kvpool.errors import DeadlineError, KVPoolError, RequestError, UnavailableError
+from kvpool.hashing import Namespace
 from kvpool.plan import Route
 from kvpool.request import GenerateRequest, TokenChunk
 from kvpool.tokenizer import TokenizerFiles
@@ -39,7 +40,7 @@ class ClusterInfo:
         model: name of the served model.
         tokenizer: its tokenizer, as data.
         max_context_tokens: longest prompt plus output.
-        block_tokens: tokens per block.
+        namespace: what block hashes are rooted in, without a tenant.
         metadata: addresses of the metadata servers.
         workers: names of the worker actors the launcher started.
     """
@@ -47,7 +48,7 @@ class ClusterInfo:
     model: str
     tokenizer: TokenizerFiles
     max_context_tokens: int
-    block_tokens: int
+    namespace: Namespace
     metadata: tuple[str, ...]
     workers: tuple[WorkerId, ...]
 

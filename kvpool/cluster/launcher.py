@@ -29,6 +29,7 @@ from kvpool.cluster.connection import (
     map_ray_error,
     namespace_of,
 )
+from kvpool.cluster.gateway import start_gateway, stop_gateway
 from kvpool.cluster.guardian import CLUSTER_DIR_VARIABLE, reap, spawn_guardian
 from kvpool.cluster.processes import MetadataProcesses
 from kvpool.cluster.state import DEFAULT_NAME
@@ -59,6 +60,7 @@ class _Launched:
     guardian: subprocess.Popen[bytes]
     metadata: MetadataProcesses | None = None
     owns_ray: bool = False
+    gateway: bool = False
     router: Any = None
     workers: dict[WorkerId, Any] | None = None
 
@@ -161,6 +163,8 @@ class Cluster:
         atexit.unregister(self.close)
         launched = self._launched
         if ray.is_initialized():
+            if launched.gateway:
+                stop_gateway(self.name)
             _stop_actors([*(launched.workers or {}).values(), launched.router])
             if launched.owns_ray:
                 ray.shutdown()
@@ -196,6 +200,10 @@ class Cluster:
         progress("router: starting")
         launched.router = self._create_router(max_context_tokens)
         _get(launched.router.ready.remote(len(launched.workers)), "router", READY_TIMEOUT_S)
+        if self.config.gateway.port is not None:
+            progress(f"gateway: starting on port {self.config.gateway.port}")
+            launched.gateway = True
+            start_gateway(self.config.gateway, self.name)
         progress("ready")
 
     def _new_ids(self, count: int) -> list[WorkerId]:
@@ -224,7 +232,7 @@ class Cluster:
             model=self._model.name,
             tokenizer=read_tokenizer_files(self._model.path, self._model.name),
             max_context_tokens=max_context_tokens,
-            block_tokens=engine.block_tokens,
+            namespace=namespace,
             metadata=self.metadata.addresses,
             workers=self.worker_ids,
         )

@@ -1,0 +1,129 @@
+"""The Ray shell around the router core: feeds it the directory's news, answers clients. No decision lives here.
+
+A restarted actor watches the metadata service again and is whole as soon as the first snapshot is in; what it had
+promised and recorded is gone, which costs accuracy, never a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from typing import Any, Protocol
+
+import ray
+
+from kvpool.config import RouterConfig
+from kvpool.errors import UnavailableError
+from kvpool.hashing import Namespace, block_hashes
+from kvpool.metadata.watcher import MetadataWatcher
+from kvpool.plan import Route
+from kvpool.reports import WorkerReport
+from kvpool.request import GenerateRequest
+from kvpool.types import MemberInfo, MemberState, RequestId, WorkerKey
+from router.core import RequestMeta, RouterCore
+
+MAX_CONCURRENT_CALLS = 1000
+READY_POLL_S = 0.05
+READY_TIMEOUT_S = 60.0
+
+
+class ServedModel(Protocol):
+    """What the router must know of the cluster; clients get the whole value from `RouterActor.info`."""
+
+    @property
+    def namespace(self) -> Namespace:
+        """Namespace of block hashes, without a tenant."""
+
+    @property
+    def metadata(self) -> tuple[str, ...]:
+        """Addresses of the metadata servers."""
+
+
+@ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=MAX_CONCURRENT_CALLS)
+class RouterActor:
+    """One router. The core is guarded by a lock, since news comes on the watcher's thread."""
+
+    def __init__(self, config: RouterConfig, info: ServedModel) -> None:
+        self._info = info
+        self._started_ns = time.time_ns()
+        self._lock = threading.Lock()
+        self._watcher = MetadataWatcher(info.metadata, on_member=self._on_member, on_report=self._on_report)
+        self._core = RouterCore(
+            self._watcher,
+            time.monotonic_ns,
+            policy=config.policy,
+            max_records=config.max_records,
+            router_id=f"r{self._started_ns:x}",
+        )
+        self._watcher.start()
+
+    def _on_member(self, info: MemberInfo, state: MemberState | None) -> None:
+        with self._lock:
+            self._core.on_member_change(info, state)
+
+    def _on_report(self, report: WorkerReport) -> None:
+        with self._lock:
+            self._core.on_report(report)
+
+    async def ready(self, num_workers: int) -> None:
+        """Wait until ``num_workers`` members are known.
+
+        Raises:
+            UnavailableError: they do not show up in time.
+        """
+        deadline_s = time.monotonic() + READY_TIMEOUT_S
+        while len(self._watcher.members()) < num_workers:
+            if time.monotonic() > deadline_s:
+                known = len(self._watcher.members())
+                raise UnavailableError(f"the router knows {known} of {num_workers} workers", timeout_s=READY_TIMEOUT_S)
+            await asyncio.sleep(READY_POLL_S)
+
+    async def info(self) -> ServedModel:
+        """What the cluster serves."""
+        return self._info
+
+    async def route(self, request: GenerateRequest, exclude: frozenset[WorkerKey]) -> Route:
+        """Choose a worker and a plan for a request, and reserve them.
+
+        Raises:
+            UnavailableError: no worker can take it now.
+        """
+        namespace = self._info.namespace.for_tenant(request.tenant)
+        context = request.prompt + request.generated
+        chain = block_hashes(context, namespace)
+        meta = RequestMeta(request.request_id, len(context), chain, request.sampling.max_tokens, exclude)
+        with self._lock:
+            return self._core.route(meta)
+
+    async def is_member(self, key: WorkerKey) -> bool:
+        """False when the directory positively knows that this incarnation is gone; True when unsure."""
+        return not self._watcher.connected or key in self._watcher.members()
+
+    async def explain(self, request_id: RequestId) -> dict[str, Any]:
+        """The newest decision about a request as data, and all of them as text under ``text``.
+
+        Raises:
+            RequestError: none is kept.
+        """
+        with self._lock:
+            lines = self._core.explain(request_id)
+            record = self._core.record(request_id)
+        assert record is not None
+        return {**record.to_dict(), "text": "\n".join(lines)}
+
+    async def records(self) -> list[str]:
+        """All kept decision records, oldest first, as JSON lines."""
+        with self._lock:
+            return [json.dumps(record.to_dict()) for record in self._core.records()]
+
+    async def status(self) -> dict[str, Any]:
+        """Counters, learned curves, and whether the directory is reachable."""
+        with self._lock:
+            status = self._core.status()
+        return {**status, "metadata": self._watcher.status()}
+
+    async def stop(self) -> None:
+        """Stop watching. May be repeated."""
+        await asyncio.to_thread(self._watcher.close)

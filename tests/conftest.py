@@ -1,0 +1,66 @@
+"""Shared fixtures: models to serve, and the proof that a test left nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvpool.cluster.guardian import CLUSTER_DIR_VARIABLE
+from kvpool.config import DEFAULT_MODEL
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The default model's directory; fetched once."""
+    from workers.engine.models import resolve_model
+
+    return resolve_model(DEFAULT_MODEL).path
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Path:
+    """A random two-layer Llama with the default model's tokenizer: loads in a moment, prefills in milliseconds."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    path = tmp_path_factory.mktemp("models") / "tiny-llama"
+    LlamaForCausalLM(config).save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (smollm2_path / name).exists():
+            (path / name).write_bytes((smollm2_path / name).read_bytes())
+    return path
+
+
+def cluster_leftovers() -> list[str]:
+    """Processes of embedded clusters that run now, and their directories."""
+    found = [str(path) for path in Path("/tmp").glob("kvpool-*") if path.is_dir()]
+    for process in psutil.process_iter():
+        try:
+            if CLUSTER_DIR_VARIABLE in process.environ():
+                found.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    """No process or directory of a cluster outlives the tests that started it."""
+    before = set(cluster_leftovers())
+    yield
+    assert set(cluster_leftovers()) - before == set()
