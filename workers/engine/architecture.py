@@ -66,7 +66,7 @@ def read_shape(config: Any) -> DecoderShape:
     """
     architecture = _architecture_name(config)
     if getattr(config, "is_encoder_decoder", False):
-        raise _refused(architecture, "it is an encoder-decoder")
+        raise refused(architecture, "it is an encoder-decoder")
     text = config.get_text_config(decoder=True)
     _refuse_other_kinds(architecture, text)
     _refuse_length_dependent_rope(architecture, text)
@@ -81,7 +81,7 @@ def read_shape(config: Any) -> DecoderShape:
             max_context_tokens=int(text.max_position_embeddings),
         )
     except (AttributeError, TypeError) as error:
-        raise _refused(architecture, f"its config does not describe attention heads ({error})") from error
+        raise refused(architecture, f"its config does not describe attention heads ({error})") from error
 
 
 def _architecture_name(config: Any) -> str:
@@ -89,7 +89,8 @@ def _architecture_name(config: Any) -> str:
     return str(listed[0]) if listed else str(config.model_type)
 
 
-def _refused(architecture: str, reason: str) -> ModelError:
+def refused(architecture: str, reason: str) -> ModelError:
+    """The error for a model this engine does not serve."""
     return ModelError(
         f"the torch engine does not serve {architecture}: {reason}. "
         "Choose a decoder with full causal attention in every layer (Llama, Qwen2, Qwen3, Mistral, SmolLM, Granite, …)",
@@ -100,18 +101,18 @@ def _refused(architecture: str, reason: str) -> ModelError:
 def _refuse_other_kinds(architecture: str, text: Any) -> None:
     other = sorted({kind for kind in getattr(text, "layer_types", None) or () if kind != "full_attention"})
     if other:
-        raise _refused(architecture, f"it has layers of kind {', '.join(other)}")
+        raise refused(architecture, f"it has layers of kind {', '.join(other)}")
     window = getattr(text, "sliding_window", None)
     if window and getattr(text, "use_sliding_window", True) and not getattr(text, "layer_types", None):
-        raise _refused(architecture, f"it attends over a sliding window of {window} tokens")
+        raise refused(architecture, f"it attends over a sliding window of {window} tokens")
     if any(getattr(text, key, None) for key in _LATENT_KEYS):
-        raise _refused(architecture, "it keeps latent attention entries")
+        raise refused(architecture, "it keeps latent attention entries")
     if any(getattr(text, key, None) for key in _STATE_KEYS):
-        raise _refused(architecture, "it keeps states instead of keys and values")
+        raise refused(architecture, "it keeps states instead of keys and values")
 
 
 def _refuse_length_dependent_rope(architecture: str, text: Any) -> None:
     parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind in _LENGTH_DEPENDENT_ROPE:
-        raise _refused(architecture, f"its rotary scheme {kind!r} depends on the length of the batch")
+        raise refused(architecture, f"its rotary scheme {kind!r} depends on the length of the batch")

@@ -52,10 +52,15 @@ class SliceViews:
 
 @dataclass(slots=True)
 class Step:
-    """The slices of one forward, and the layers that ran (what the probe checks)."""
+    """The slices of one forward, and what every layer brought, for the probe.
+
+    Attributes:
+        slices: in the order of their rows.
+        visits: per call of attention: layer, shape of the keys, shape of the values.
+    """
 
     slices: tuple[SliceViews, ...]
-    visited_layers: list[int] = field(default_factory=list)
+    visits: list[tuple[int, torch.Size, torch.Size]] = field(default_factory=list)
 
 
 def slice_views(view: torch.Tensor, *, row_begin: int, start: int, stop: int) -> SliceViews:
@@ -110,20 +115,19 @@ def _attend(
         module: the layer's attention module; ``layer_idx`` says which layer it is.
         query: ``[1, head, rows, dim]``.
         key, value: ``[1, kv_head, rows, dim]``.
-        attention_mask: always None here.
+        attention_mask: None, or a mask of the model's own making, which is refused.
         scaling: factor on the scores; None means ``dim ** -0.5``.
         arguments: whatever else the model passes, the step among it.
 
     Returns:
         ``[1, rows, head, dim]`` and no attention weights.
     """
-    del attention_mask
     step = arguments.get(STEP_ARGUMENT)
     if step is None:
         raise ModelError(f"{type(module).__name__} did not hand {STEP_ARGUMENT} through to attention")
-    _refuse_unsupported(module, arguments)
+    _refuse_unsupported(module, attention_mask, arguments)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    step.visited_layers.append(layer)
+    step.visits.append((layer, key.shape, value.shape))
     if len(step.slices) == 1:
         return _attend_slice(step.slices[0], layer, query, key[0], value[0], scaling=scaling), None
     outputs = []
@@ -135,11 +139,15 @@ def _attend(
     return torch.cat(outputs, dim=1), None
 
 
-def _refuse_unsupported(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
+def _refuse_unsupported(module: torch.nn.Module, mask: torch.Tensor | None, arguments: dict[str, Any]) -> None:
+    if mask is not None:
+        raise ModelError(f"{type(module).__name__} brings an attention mask of its own")
+    if not (getattr(module, "is_causal", True) and arguments.get("is_causal") in (None, True)):
+        raise ModelError(f"{type(module).__name__} attends in both directions")
     for name in _UNSUPPORTED_ARGUMENTS:
         if arguments.get(name) is not None:
             raise ModelError(
-                f"{type(module).__name__} asks for {name}={arguments[name]!r}, which this engine does not compute"
+                f"{type(module).__name__} asks attention for {name}={arguments[name]!r}, which it does not compute"
             )
 
 

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from kvpool.errors import CapacityError, InvariantViolation, ModelError, NumericsError
 from kvpool.layout import KVLayout
 from kvpool.request import TokenLogprobs
 from kvpool.types import BlockId
-from workers.engine.architecture import parse_dtype, read_shape
+from workers.engine.architecture import parse_dtype, read_shape, refused
 from workers.engine.attention import ATTENTION_NAME, STEP_ARGUMENT, SliceViews, Step, register_attention, slice_views
 from workers.engine.base import SequenceSlice
 from workers.engine.models import quiet_progress
@@ -73,7 +74,7 @@ class TorchEngine:
             head_dim=self._shape.head_dim,
             block_tokens=block_tokens,
         )
-        self._model: Any = _load_model(path, config, self._dtype, self._device)
+        self._model: Any = _load_model(path, config, self._shape.architecture, dtype=self._dtype).to(self._device)
         with torch.inference_mode():
             check_model(self._model, self._shape, self._view_shape)
         self._eos_token_ids = _eos_token_ids(path, config)
@@ -253,16 +254,30 @@ def _read_config(path: Path) -> Any:
         ) from error
 
 
-def _load_model(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def _load_model(path: Path, config: Any, architecture: str, *, dtype: torch.dtype) -> Any:
     register_attention()
     try:
         with quiet_progress():
-            model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                local_files_only=True,
+                output_loading_info=True,
             )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise ModelError(f"cannot load the model in {path}: {error}", model=str(path)) from error
-    return model.to(device).eval()
+    except KeyError as error:  # how transformers says that a class knows only its own attention code
+        raise refused(architecture, f"its code has no attention interface ({error})") from error
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        raise ModelError(
+            f"cannot load {architecture} from {path}: {error}. Fetch or save the model again", model=str(path)
+        ) from error
+    if missing := sorted(info["missing_keys"]):  # transformers fills them with random numbers and only warns
+        raise ModelError(
+            f"{path} lacks {len(missing)} weights of {architecture}, {missing[0]} first. Fetch or save the model again",
+            model=str(path),
+        )
+    return model.eval()
 
 
 def _eos_token_ids(path: Path, config: Any) -> frozenset[int]:
