@@ -123,9 +123,7 @@ def price_load(columns: Columns, inputs: LoadInputs, footprint: Footprint, costs
     block_ns = footprint.block_bytes * inputs.row.byte_ns
     whole = np.full_like(start, inputs.held_blocks)
     full = _load_to(columns, inputs, footprint, costs, whole, start + (whole - inputs.own_blocks) * block_ns)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        free = np.floor((inputs.wait - start) / block_ns)
-    free = inputs.own_blocks + np.nan_to_num(free, nan=0.0, posinf=1e9, neginf=0.0)
+    free = inputs.own_blocks + _free_blocks(columns, inputs, footprint, start, block_ns)
     partial = (free > inputs.own_blocks) & (free < whole)
     if partial.any():
         boundary = np.where(partial, free, whole)
@@ -133,6 +131,18 @@ def price_load(columns: Columns, inputs: LoadInputs, footprint: Footprint, costs
         full = _better(full, _load_to(columns, inputs, footprint, costs, boundary, arrival))
     ttft = np.where(whole > inputs.own_blocks, full.ttft_ns, np.inf)
     return Priced(ttft, full.happy_ns, full.gpu_ns, full.boundary, full.load_ns)
+
+
+def _free_blocks(columns: Columns, inputs: LoadInputs, footprint: Footprint, start: Floats, block_ns: Floats) -> Floats:
+    """Blocks that arrive while the GPU is busy anyway, and the next one too when waiting for it beats redoing it."""
+    slack = inputs.wait - start
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        free = np.floor(slack / block_ns)
+    free = np.clip(np.nan_to_num(free, nan=0.0), 0.0, 1e9)
+    cached = (inputs.own_blocks + free) * footprint.block_tokens
+    redo_next = footprint.block_tokens * (columns.token_ns + columns.pair_ns * (cached + 0.5 * footprint.block_tokens))
+    worth = (slack > 0.0) & ((free + 1.0) * block_ns - slack < redo_next)
+    return free + worth
 
 
 def _load_to(

@@ -33,7 +33,8 @@ LINK_HALF_LIFE_NS = 60_000_000_000  # an unobserved link fades to its parent wit
 FAILURE_HALF_LIFE_NS = 30_000_000_000
 FAILURE_PRIOR = 0.01
 FAILURE_PRIOR_WEIGHT = 2.0
-_PROXIMITY = 0.01  # weight of the pull towards the current curve; keeps a fit of equal samples well-posed
+_PROXIMITY = 1e-4  # weight of the pull towards the current curve; keeps a fit of equal samples well-posed
+_PRIOR_WEIGHT = 0.02  # weight of the prior's shape at each probe, in samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class RelativeFit:
         self._probes = tuple(probes)
         self._forgetting = forgetting
         self._run = 0  # signed length of the current run of suspicious observations
-        self._remember_curve(1.0)
+        self._remember_curve()
 
     def predict(self, features: Features) -> float:
         """x·θ."""
@@ -179,13 +180,13 @@ class RelativeFit:
 
     def _rescale(self, factor: float) -> None:
         self.coefficients = tuple(factor * theta for theta in self.coefficients)
-        self._remember_curve(1.0)
+        self._remember_curve()
 
-    def _remember_curve(self, weight: float) -> None:
+    def _remember_curve(self) -> None:
         size = len(self.coefficients)
         self._gram = [[0.0] * size for _ in range(size)]
         self._rhs = [0.0] * size
-        self._add_probes(self._gram, self._rhs, weight)
+        self._add_probes(self._gram, self._rhs, _PRIOR_WEIGHT)
 
     def _add_probes(self, gram: list[list[float]], rhs: list[float], weight: float) -> None:
         for probe in self._probes:
@@ -266,8 +267,8 @@ def _prefill_features(new_tokens: float, context_tokens: float) -> Features:
     return (1.0, new_tokens, new_tokens * (context_tokens + 0.5 * new_tokens))
 
 
-_PREFILL_PROBES = tuple(_prefill_features(u, c) for u, c in ((32, 0), (512, 0), (4096, 0), (256, 4096)))
-_LINK_PROBES: tuple[Features, ...] = ((1.0, 1e4), (1.0, 1e6), (1.0, 1e8))
+_PREFILL_PROBES = tuple(_prefill_features(u, c) for u, c in ((512, 0), (2048, 0), (8192, 0), (512, 8192)))
+_LINK_PROBES: tuple[Features, ...] = ((1.0, 1e5), (1.0, 1e6), (1.0, 1e8))
 
 
 class PrefillEstimators:

@@ -1,0 +1,190 @@
+"""Laws of the decision for any cluster."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpool.plan import PlanKind
+from kvpool.types import Tier
+from router import decide as decide_module
+from router.cost import Costs
+from router.decide import Decision, decide
+from router.estimators import LinkCurve, PrefillCurve
+from router.planning import Params
+from router.signals import Features, Footprint
+from tests.unit.router_kit import FOOTPRINT, FixedFailures, Worker, key, request, snapshot
+
+SETTINGS = settings(max_examples=150, deadline=None)
+times = st.floats(0.0, 1e11)
+curves = st.builds(PrefillCurve, t0_ns=st.floats(0, 1e9), token_ns=st.floats(1.0, 1e7), pair_ns=st.floats(0.0, 1e4))
+links = st.one_of(
+    st.builds(LinkCurve, alpha_ns=st.floats(0, 1e9), byte_ns=st.floats(0.0, 1e4)),
+    st.builds(LinkCurve, alpha_ns=st.floats(0, 1e6), byte_ns=st.floats(0.0, 1.0)),
+)
+
+
+@st.composite
+def clusters(draw: st.DrawFn, least: int = 1) -> list[Worker]:
+    size = draw(st.integers(least, 6))
+    return [
+        Worker(
+            number=number,
+            blocks=draw(st.sampled_from([0, 0, 1, 40, 99, 150])),
+            wait_ns=draw(st.one_of(st.just(0.0), times, st.none())),
+            in_ns=draw(st.one_of(st.just(0.0), times)),
+            out_ns=draw(st.one_of(st.just(0.0), times)),
+            requests=draw(st.integers(0, 3)),
+            curve=draw(curves),
+            tier=draw(st.sampled_from(Tier)),
+        )
+        for number in range(size)
+    ]
+
+
+features = st.builds(Features, split=st.booleans())
+rates = st.floats(0.0, 0.9)
+
+
+def price(workers: list[Worker], link: LinkCurve, rate: float, able: Features, tokens: int = 1600) -> Decision:
+    shot = snapshot(workers, links=link, failures=FixedFailures(rate), features=able)
+    return decide(request(tokens), shot, Params())
+
+
+@SETTINGS
+@given(clusters(), links, rates, features, st.integers(1, 10_000_000))
+def test_prices_are_finite_and_never_negative(
+    workers: list[Worker], link: LinkCurve, rate: float, able: Features, tokens: int
+) -> None:
+    made = price(workers, link, rate, able, tokens)
+    assert made.price_ns >= 0
+    assert math.isfinite(made.price_ns)
+    assert made.plan.predicted_ttft_ns >= 0
+    assert made.promise.gpu_ns >= 0
+    assert 0 < made.promise.tokens <= tokens
+    position = made.own_blocks
+    for piece in made.plan.loads:  # the chain is unbroken from the reader's own prefix, or from the computed front
+        if made.plan.kind is PlanKind.LOAD:
+            assert piece.start == position
+        assert position <= piece.start < piece.stop <= (tokens - 1) // 16
+        position = piece.stop
+        assert piece.holder != made.worker
+    assert made.plan.load_deadline_ns >= 0
+    assert (made.plan.kind is PlanKind.REDO) == (not made.plan.loads)
+
+
+@SETTINGS
+@given(clusters(2), links, rates, features, st.floats(1.0, 100.0))
+def test_a_faster_link_never_turns_a_load_into_a_redo(
+    workers: list[Worker], link: LinkCurve, rate: float, able: Features, factor: float
+) -> None:
+    before = price(workers, link, rate, able)
+    if before.plan.kind is PlanKind.REDO:
+        return
+    faster = LinkCurve(link.alpha_ns / factor, link.byte_ns / factor)
+    after = price(workers, faster, rate, able)
+    assert after.price_ns <= before.price_ns
+    if after.plan.kind is PlanKind.REDO:  # only when both cost the same to the nanosecond
+        assert after.price_ns == before.price_ns
+
+
+@SETTINGS
+@given(clusters(2), links, rates, features, st.integers(0, 5), st.integers(1, 150))
+def test_adding_a_holder_never_raises_the_price_and_removing_one_never_lowers_it(
+    workers: list[Worker], link: LinkCurve, rate: float, able: Features, who: int, blocks: int
+) -> None:
+    who %= len(workers)
+    without = [replace(worker, blocks=0) if i == who else worker for i, worker in enumerate(workers)]
+    extended = [replace(worker, blocks=blocks) if i == who else worker for i, worker in enumerate(workers)]
+    assert price(extended, link, rate, able).price_ns <= price(without, link, rate, able).price_ns
+
+
+@SETTINGS
+@given(clusters(), links, rates, features, st.sampled_from([0.001, 0.5, 2.0, 1000.0]))
+def test_scaling_all_times_scales_the_price(
+    workers: list[Worker], link: LinkCurve, rate: float, able: Features, factor: float
+) -> None:
+    def scaled(value: float | None) -> float | None:
+        return None if value is None else value * factor
+
+    others = [
+        replace(
+            worker,
+            wait_ns=scaled(worker.wait_ns),
+            in_ns=worker.in_ns * factor,
+            out_ns=worker.out_ns * factor,
+            curve=PrefillCurve(
+                worker.curve.t0_ns * factor, worker.curve.token_ns * factor, worker.curve.pair_ns * factor
+            ),
+        )
+        for worker in workers
+    ]
+    costs = Costs()
+    base = snapshot(workers, now_ns=0, links=link, failures=FixedFailures(rate), features=able)
+    other = snapshot(
+        others,
+        now_ns=0,
+        links=LinkCurve(link.alpha_ns * factor, link.byte_ns * factor),
+        failures=FixedFailures(rate),
+        features=able,
+    )
+    stretched = Params(costs=Costs(costs.notice_ns * factor, costs.unknown_wait_ns * factor, costs.stale_report_ns))
+    expected = decide(request(), base, Params()).price_ns * factor
+    assert decide(request(), other, stretched).price_ns == pytest.approx(expected, rel=1e-6, abs=2 * max(1.0, factor))
+
+
+@SETTINGS
+@given(clusters(2), links, rates, features, st.randoms(use_true_random=False))
+def test_the_choice_does_not_depend_on_the_order_of_candidates(
+    workers: list[Worker], link: LinkCurve, rate: float, able: Features, rng: Random
+) -> None:
+    shuffled = list(workers)
+    rng.shuffle(shuffled)
+    first, second = price(workers, link, rate, able), price(shuffled, link, rate, able)
+    assert first.worker == second.worker
+    assert first.plan == second.plan
+    assert first.price_ns == second.price_ns
+
+
+@SETTINGS
+@given(clusters(2), links, rates, features)
+def test_an_unknown_worker_is_never_preferred_to_the_same_worker_known_idle(
+    workers: list[Worker], link: LinkCurve, rate: float, able: Features
+) -> None:
+    known = [replace(worker, wait_ns=0.0) for worker in workers]
+    unknown = [replace(workers[0], wait_ns=None), *known[1:]]
+    assert price(unknown, link, rate, able).price_ns >= price(known, link, rate, able).price_ns
+
+
+@SETTINGS
+@given(clusters(2), links, rates, features)
+def test_pruning_holders_loses_no_optimum(workers: list[Worker], link: LinkCurve, rate: float, able: Features) -> None:
+    shot = snapshot(workers, links=link, failures=FixedFailures(rate), features=able)
+    pruned = decide(request(), shot, Params(priced_holders=0))
+    everything = decide(request(), shot, Params(priced_holders=decide_module.MAX_HOLDERS))
+    assert everything.pruned_holders == 0
+    assert pruned.price_ns == everything.price_ns
+
+
+@SETTINGS
+@given(clusters(2), links, features)
+def test_deciding_changes_none_of_its_inputs(workers: list[Worker], link: LinkCurve, able: Features) -> None:
+    shot = snapshot(workers, links=link, features=able)
+    before = shot.columns.copy()
+    decide(request(exclude=frozenset({key(99)})), shot, Params())
+    for name in before.__dataclass_fields__:
+        assert (getattr(before, name) == getattr(shot.columns, name)).all()
+
+
+@SETTINGS
+@given(clusters(2), links, rates, st.integers(0, 10**9))
+def test_fixed_bytes_never_make_a_plan_cheaper(workers: list[Worker], link: LinkCurve, rate: float, extra: int) -> None:
+    heavier = Footprint(FOOTPRINT.block_tokens, FOOTPRINT.block_bytes, extra)
+    plain = snapshot(workers, links=link, failures=FixedFailures(rate))
+    loaded = snapshot(workers, links=link, failures=FixedFailures(rate), footprint=heavier)
+    assert decide(request(), loaded, Params()).price_ns >= decide(request(), plain, Params()).price_ns

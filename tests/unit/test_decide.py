@@ -1,0 +1,154 @@
+"""The decision on stated snapshots."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from kvpool.errors import UnavailableError
+from kvpool.plan import PlanKind
+from kvpool.types import MemberState, Role, Tier
+from router.decide import decide
+from router.estimators import LinkCurve
+from router.planning import Params
+from router.signals import Features
+from tests.unit.router_kit import MS, FixedFailures, S, Worker, key, request, snapshot
+
+PARAMS = Params()
+
+
+def test_an_idle_fleet_redoes_on_the_worker_with_the_longest_prefix() -> None:
+    made = decide(request(), snapshot([Worker(0), Worker(1, blocks=50), Worker(2, blocks=80)]), PARAMS)
+    assert made.worker == key(2)
+    assert made.plan.kind is PlanKind.REDO
+    assert made.plan.loads == ()
+    assert made.own_blocks == 80
+    assert made.promise.tokens == 1600 - 80 * 16
+
+
+def test_a_busy_holder_is_read_by_an_idle_worker() -> None:
+    made = decide(request(), snapshot([Worker(0), Worker(1, blocks=80, wait_ns=1.0 * S)]), PARAMS)
+    assert made.worker == key(0)
+    assert made.plan.kind is PlanKind.LOAD
+    (piece,) = made.plan.loads
+    assert (piece.start, piece.stop, piece.holder, piece.tier) == (0, 80, key(1), Tier.DEVICE)
+    (transfer,) = made.promise.transfers
+    assert transfer.num_bytes == 80 * 16 * 40_000
+
+
+def test_a_load_continues_the_readers_own_prefix_without_a_gap() -> None:
+    made = decide(request(), snapshot([Worker(0, blocks=30), Worker(1, blocks=80, wait_ns=1.0 * S)]), PARAMS)
+    assert made.worker == key(0)
+    assert [(piece.start, piece.stop) for piece in made.plan.loads] == [(30, 80)]
+
+
+def test_a_slow_link_is_not_used() -> None:
+    slow = LinkCurve(1.0 * MS, 100.0)
+    made = decide(request(), snapshot([Worker(0), Worker(1, blocks=80, wait_ns=1.0 * S)], links=slow), PARAMS)
+    assert (made.worker, made.plan.kind) == (key(0), PlanKind.REDO)
+
+
+def test_a_holder_with_a_busy_link_is_passed_over_for_another_copy() -> None:
+    workers = [Worker(0), Worker(1, blocks=80, wait_ns=S, out_ns=1.0 * S), Worker(2, blocks=80, wait_ns=S)]
+    made = decide(request(), snapshot(workers), PARAMS)
+    (piece,) = made.plan.loads
+    assert piece.holder == key(2)
+    assert [ref.holder for ref in piece.alternates] == [key(1)]
+    assert piece.alternates[0].stop == 80
+
+
+def test_an_unreliable_holder_is_passed_over_for_another_copy() -> None:
+    workers = [Worker(0), Worker(1, blocks=80, wait_ns=S), Worker(2, blocks=78, wait_ns=S)]
+    failures = FixedFailures(holders={key(1): 0.5})
+    (piece,) = decide(request(), snapshot(workers, failures=failures), PARAMS).plan.loads
+    assert piece.holder == key(2)
+
+
+def test_alternates_hold_at_least_the_first_missing_block_and_are_not_the_reader() -> None:
+    workers = [
+        Worker(0, blocks=20),
+        Worker(1, blocks=80, wait_ns=S),
+        Worker(2, blocks=10, wait_ns=S),
+        Worker(3, blocks=40, wait_ns=S),
+        Worker(4, blocks=60, wait_ns=S, state=MemberState.SUSPECT),
+    ]
+    (piece,) = decide(request(), snapshot(workers), PARAMS).plan.loads
+    assert [ref.holder for ref in piece.alternates] == [key(3)]
+
+
+@pytest.mark.parametrize(("tokens", "stop"), [(1600, 99), (1601, 100), (1615, 100)])
+def test_the_last_token_is_always_computed(tokens: int, stop: int) -> None:
+    made = decide(request(tokens), snapshot([Worker(0), Worker(1, blocks=200, wait_ns=S)]), PARAMS)
+    assert made.plan.loads[0].stop == stop
+    assert made.promise.tokens == tokens - 16 * stop
+
+
+def test_a_prompt_shorter_than_a_block_is_redone() -> None:
+    made = decide(request(5), snapshot([Worker(0), Worker(1, wait_ns=S)]), PARAMS)
+    assert (made.worker, made.plan.kind) == (key(0), PlanKind.REDO)
+
+
+def test_the_fastest_tier_with_the_longest_prefix_is_named() -> None:
+    made = decide(request(), snapshot([Worker(0), Worker(1, blocks=80, wait_ns=S, tier=Tier.HOST)]), PARAMS)
+    assert made.plan.loads[0].tier is Tier.HOST
+
+
+def test_a_decode_worker_may_be_read_from_but_takes_no_prompt() -> None:
+    made = decide(request(), snapshot([Worker(0), Worker(1, blocks=80, role=Role.DECODE)]), PARAMS)
+    assert made.worker == key(0)
+    assert made.plan.loads[0].holder == key(1)
+
+
+def test_no_eligible_worker_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(UnavailableError, match="start workers or retry"):
+        decide(request(), snapshot([Worker(0, state=MemberState.SUSPECT)]), PARAMS)
+    with pytest.raises(UnavailableError):
+        decide(request(exclude=frozenset({key(0)})), snapshot([Worker(0)]), PARAMS)
+
+
+def test_a_silent_worker_is_taken_only_when_nothing_known_is_better() -> None:
+    silent = Worker(0, wait_ns=None)
+    assert decide(request(), snapshot([silent, Worker(1, wait_ns=1.5 * S)]), PARAMS).worker == key(1)
+    assert decide(request(), snapshot([silent]), PARAMS).worker == key(0)
+
+
+def test_equal_workers_are_taken_in_turn_by_different_requests() -> None:
+    shot = snapshot([Worker(i) for i in range(8)])
+    counts = Counter(decide(request(name=f"r{i}"), shot, PARAMS).worker for i in range(400))
+    assert len(counts) == 8
+    assert max(counts.values()) <= 2 * 400 / 8
+
+
+def test_among_equal_prices_the_one_with_fewer_requests_wins() -> None:
+    shot = snapshot([Worker(0, requests=3), Worker(1, requests=1), Worker(2, requests=3)])
+    assert {decide(request(name=f"r{i}"), shot, PARAMS).worker for i in range(20)} == {key(1)}
+
+
+def test_a_split_is_offered_only_when_the_workers_can_execute_it() -> None:
+    around_b_star = LinkCurve(1.0 * MS, 3.0)
+    workers = [Worker(0), Worker(1, blocks=99, wait_ns=S)]
+    plain = decide(request(), snapshot(workers, links=around_b_star), PARAMS)
+    able = snapshot(workers, links=around_b_star, features=Features(split=True))
+    made = decide(request(), able, PARAMS)
+    assert plain.plan.kind is not PlanKind.SPLIT
+    assert made.plan.kind is PlanKind.SPLIT
+    assert made.price_ns < 0.75 * plain.price_ns
+    assert made.plan.split_tokens is not None
+    assert made.plan.loads[0].start == made.plan.split_tokens // 16
+
+
+def test_deadlines_grow_with_the_predicted_load_and_have_a_floor() -> None:
+    short = decide(request(), snapshot([Worker(0), Worker(1, blocks=80, wait_ns=S)]), PARAMS).plan
+    assert short.load_deadline_ns == S
+    behind = [Worker(0, wait_ns=20.0 * S), Worker(1, blocks=80, wait_ns=30.0 * S, out_ns=10.0 * S)]
+    long = decide(request(), snapshot(behind), PARAMS).plan
+    assert long.load_deadline_ns > 30 * S
+    assert long.stall_ns > 10 * S
+
+
+def test_only_holders_that_might_win_are_priced() -> None:
+    workers = [Worker(i, blocks=10 + i) for i in range(50)]
+    made = decide(request(), snapshot(workers), PARAMS)
+    assert made.worker == key(49)
+    assert made.pruned_holders == 49
