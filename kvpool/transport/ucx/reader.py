@@ -498,7 +498,8 @@ class ReaderHalf:
         if expecting and quiet_ns > request.stall_ns:
             self._break(link, StallError(f"{peer} sent nothing for {quiet_ns} ns", peer=peer), now_ns)
         elif now_ns > reading.task.deadline_at_ns:
-            self._give_up(reading, StallError("the read passed its deadline", peer=peer), now_ns)
+            slow = quiet_ns < min(request.stall_ns, self._options.drain_ns)
+            self._give_up(reading, StallError("the read passed its deadline", peer=peer, slow=slow), now_ns)
 
     def _reason(self, link: Link, failure: KVPoolError | None = None) -> KVPoolError:
         """What to tell reads on a link that failed: a lost peer, unless UCX says something more specific."""
