@@ -1,4 +1,4 @@
-"""What engine tests share: tiny random models, and the plain Hugging Face model as the reference."""
+"""What engine tests share: tiny random models, a hand-driven sequence, and what counts as equal."""
 
 from __future__ import annotations
 
@@ -45,29 +45,6 @@ def save_random_model(config: PreTrainedConfig, path: Path) -> Path:
     torch.manual_seed(7)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path
-
-
-class PlainModel:
-    """The reference: the unchanged Hugging Face model, one sequence at a time."""
-
-    def __init__(self, path: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-    @torch.inference_mode()
-    def greedy(self, prompt: Sequence[int], count: int) -> list[TokenLogprobs]:
-        """``count`` greedy tokens after the prompt, with the cache of transformers."""
-        chosen: list[TokenLogprobs] = []
-        cache, rows = None, torch.tensor([list(prompt)])
-        for _ in range(count):
-            output = self._model(input_ids=rows, cache=cache, use_cache=True, logits_to_keep=1)
-            cache = output.cache
-            logprobs = output.logits[0, -1].log_softmax(-1)
-            token = int(logprobs.argmax())
-            best = logprobs.topk(GREEDY.logprobs)
-            top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-            chosen.append(TokenLogprobs(token=token, logprob=float(logprobs[token]), top=top))
-            rows = torch.tensor([[token]])
-        return chosen
 
 
 @dataclass(slots=True)

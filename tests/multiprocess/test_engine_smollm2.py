@@ -9,8 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from kvpool.config import DEFAULT_MODEL
-from tests.engine_parity import PlainModel, Running, assert_same, attach, block_ids
+from tests.engine_parity import Running, assert_same, attach, block_ids
 from workers.engine.models import BUNDLED, fetch, resolve_model
+from workers.engine.reference import PlainModel
 from workers.engine.torch_engine import TorchEngine
 
 pytestmark = pytest.mark.model
@@ -48,13 +49,13 @@ def pair() -> Iterator[Pair]:
 @pytest.mark.parametrize("length", [3, 16, 192, 200])
 def test_cold_prompts_equal_the_plain_model(pair: Pair, length: int) -> None:
     prompt = pair.prompt(length)
-    assert_same(Running.start(pair.engine, prompt).finish(OUTPUT), pair.plain.greedy(prompt, OUTPUT))
+    assert_same(Running.start(pair.engine, prompt).finish(OUTPUT), pair.plain.greedy(prompt, OUTPUT, logprobs=5))
 
 
 def test_odd_chunks_equal_the_plain_model(pair: Pair) -> None:
     prompt = pair.prompt(205)
     ours = Running.start(pair.engine, prompt).finish(OUTPUT, chunks=(1, 34, 35, 133))
-    assert_same(ours, pair.plain.greedy(prompt, OUTPUT))
+    assert_same(ours, pair.plain.greedy(prompt, OUTPUT, logprobs=5))
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(160, 9), (175, 10)])
@@ -69,7 +70,7 @@ def test_a_prefix_through_pages_equals_the_plain_model(pair: Pair, length: int, 
     reader = Running.start(pair.engine, prompt)
     pair.engine.load_blocks(reader.slot, 0, ids)
     reader.done = blocks * 16
-    assert_same(reader.finish(OUTPUT), pair.plain.greedy(prompt, OUTPUT))
+    assert_same(reader.finish(OUTPUT), pair.plain.greedy(prompt, OUTPUT, logprobs=5))
 
 
 def test_eight_mixed_in_one_step_equal_the_plain_model(pair: Pair) -> None:
@@ -86,7 +87,7 @@ def test_eight_mixed_in_one_step_equal_the_plain_model(pair: Pair) -> None:
             done.append(result)
     for sequence, done in zip(running, results, strict=True):
         pair.engine.close(sequence.slot)
-        assert_same(done[:OUTPUT], pair.plain.greedy(sequence.prompt, OUTPUT))
+        assert_same(done[:OUTPUT], pair.plain.greedy(sequence.prompt, OUTPUT, logprobs=5))
 
 
 def test_the_converted_model_keeps_its_chat_template_and_end_tokens(pair: Pair) -> None:

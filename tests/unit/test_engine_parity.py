@@ -13,7 +13,6 @@ from kvpool.errors import CapacityError, InvariantViolation, NumericsError
 from kvpool.request import SamplingParams
 from tests.engine_parity import (
     GREEDY,
-    PlainModel,
     Running,
     assert_same,
     attach,
@@ -23,6 +22,7 @@ from tests.engine_parity import (
     tiny_qwen3,
 )
 from workers.engine.base import SequenceSlice
+from workers.engine.reference import PlainModel
 from workers.engine.torch_engine import TorchEngine
 
 BLOCK_TOKENS = 8
@@ -51,13 +51,15 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
 @pytest.mark.parametrize("length", [1, 5, 8, 40, 77])
 def test_a_cold_prompt_gives_the_plain_models_tokens_and_logprobs(pair: Pair, length: int) -> None:
     prompt = prompt_of(length)
-    assert_same(Running.start(pair.engine, prompt).finish(OUTPUT), pair.plain.greedy(prompt, OUTPUT))
+    assert_same(Running.start(pair.engine, prompt).finish(OUTPUT), pair.plain.greedy(prompt, OUTPUT, logprobs=5))
 
 
 @pytest.mark.parametrize("chunks", [(1,), (7, 8, 9), (13, 50), tuple(range(1, 61))])
 def test_prefill_in_odd_chunks_changes_nothing(pair: Pair, chunks: Sequence[int]) -> None:
     prompt = prompt_of(61)
-    assert_same(Running.start(pair.engine, prompt).finish(OUTPUT, chunks=chunks), pair.plain.greedy(prompt, OUTPUT))
+    assert_same(
+        Running.start(pair.engine, prompt).finish(OUTPUT, chunks=chunks), pair.plain.greedy(prompt, OUTPUT, logprobs=5)
+    )
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(48, 5), (48, 1), (53, 6), (9, 1)])
@@ -72,7 +74,7 @@ def test_a_prefix_that_went_through_pages_continues_the_same(pair: Pair, length:
     second = Running.start(pair.engine, prompt)
     pair.engine.load_blocks(second.slot, 0, ids)
     second.done = blocks * BLOCK_TOKENS
-    assert_same(second.finish(OUTPUT), pair.plain.greedy(prompt, OUTPUT))
+    assert_same(second.finish(OUTPUT), pair.plain.greedy(prompt, OUTPUT, logprobs=5))
 
 
 def test_a_tail_may_be_loaded_before_the_front_is_computed(pair: Pair) -> None:
@@ -91,7 +93,7 @@ def test_a_tail_may_be_loaded_before_the_front_is_computed(pair: Pair) -> None:
     )
     pair.engine.step([reader.chunk(24)])
     reader.done = 48
-    assert_same(reader.finish(OUTPUT), pair.plain.greedy(prompt, OUTPUT))
+    assert_same(reader.finish(OUTPUT), pair.plain.greedy(prompt, OUTPUT, logprobs=5))
 
 
 def test_a_preempted_request_resumes_from_its_blocks_and_redoes_its_tail(pair: Pair) -> None:
@@ -110,7 +112,7 @@ def test_a_preempted_request_resumes_from_its_blocks_and_redoes_its_tail(pair: P
     resumed = Running.start(pair.engine, (*prompt, *(item.token for item in results)))
     pair.engine.load_blocks(resumed.slot, 0, block_ids(5, 2, 7))
     resumed.done = 3 * BLOCK_TOKENS
-    assert_same(results + resumed.finish(4), pair.plain.greedy(prompt, 10))
+    assert_same(results + resumed.finish(4), pair.plain.greedy(prompt, 10, logprobs=5))
 
 
 def test_eight_sequences_mixed_in_one_step_equal_eight_alone(pair: Pair) -> None:
@@ -129,13 +131,13 @@ def test_eight_sequences_mixed_in_one_step_equal_eight_alone(pair: Pair) -> None
             results[index].append(result)
     for index, prompt in enumerate(prompts):
         pair.engine.close(running[index].slot)
-        assert_same(results[index][:OUTPUT], pair.plain.greedy(prompt, OUTPUT))
+        assert_same(results[index][:OUTPUT], pair.plain.greedy(prompt, OUTPUT, logprobs=5))
 
 
 def test_a_sequence_grows_to_the_last_token_of_the_models_context(pair: Pair) -> None:
     prompt = prompt_of(500)
     running = Running.start(pair.engine, prompt, extra=12)
-    assert_same(running.finish(13), pair.plain.greedy(prompt, 13))
+    assert_same(running.finish(13), pair.plain.greedy(prompt, 13, logprobs=5))
 
 
 def test_a_step_may_be_repeated(pair: Pair) -> None:
@@ -175,7 +177,7 @@ def test_broken_pages_end_only_the_request_that_used_them(pair: Pair) -> None:
     pair.engine.close(sick.slot)
     result = pair.engine.step([good])[0]
     assert result is not None
-    assert_same(healthy.decode(result, OUTPUT), pair.plain.greedy(prompt, OUTPUT))
+    assert_same(healthy.decode(result, OUTPUT), pair.plain.greedy(prompt, OUTPUT, logprobs=5))
 
 
 def test_what_an_earlier_sequence_left_in_a_reused_view_is_never_read(pair: Pair) -> None:
@@ -186,7 +188,8 @@ def test_what_an_earlier_sequence_left_in_a_reused_view_is_never_read(pair: Pair
     pair.engine.close(dirty)
     prompt = prompt_of(45)
     assert_same(
-        Running.start(pair.engine, prompt, extra=35).finish(OUTPUT, chunks=(10, 30)), pair.plain.greedy(prompt, OUTPUT)
+        Running.start(pair.engine, prompt, extra=35).finish(OUTPUT, chunks=(10, 30)),
+        pair.plain.greedy(prompt, OUTPUT, logprobs=5),
     )
 
 
