@@ -1,0 +1,224 @@
+"""The thread-safe segment of one worker: a block pool over real memory, served to peers and announced.
+
+The worker's engine thread allocates, seals and releases; transport threads pin and unpin. Every public method takes
+the one lock and is short; checksums are computed outside it. The publisher is told inside it, so that ``stored`` and
+``removed`` of a block reach the directory in the order in which they happened.
+
+A read lease is bounded in time and in number. One that runs out only lets the block be evicted: a reader that is
+still busy then sees a checksum that differs and redoes the block.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import xxhash
+
+from kvpool.store.pool import Allocation, BlockPool, PoolCounts
+from kvpool.transport.base import HeldBlock
+from kvpool.types import BlockHash, BlockId, Tier, WorkerKey
+
+DEFAULT_LEASE_NS = 30_000_000_000
+MAX_LEASES = 4096
+
+
+class StorePublisher(Protocol):
+    """Whom a segment tells; must be thread-safe and must not block."""
+
+    def stored(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        """These blocks can be read from now on."""
+
+    def removed(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        """These blocks are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentConfig:
+    """What a segment is.
+
+    Attributes:
+        block_bytes: bytes of one block.
+        num_blocks: blocks of the segment.
+        tier: where its memory lies.
+        lease_ns: longest read lease.
+        max_leases: read leases at once; a reader beyond it is told that nothing is held, which is always safe.
+    """
+
+    block_bytes: int
+    num_blocks: int
+    tier: Tier = Tier.HOST
+    lease_ns: int = DEFAULT_LEASE_NS
+    max_leases: int = MAX_LEASES
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    reader: WorkerKey
+    block_ids: tuple[BlockId, ...]
+    expires_ns: int
+
+
+class Segment:
+    """Blocks in ``memory``; a `kvpool.transport.base.BlockSource` for transports.
+
+    Args:
+        config: what it is.
+        memory: ``num_blocks * block_bytes`` writable bytes; the caller keeps owning them.
+        publisher: who is told about stored and removed blocks.
+        clock_ns: monotonic clock.
+    """
+
+    def __init__(
+        self, config: SegmentConfig, memory: memoryview, publisher: StorePublisher, clock_ns: Callable[[], int]
+    ) -> None:
+        self.config = config
+        self._memory = memory
+        self._publisher = publisher
+        self._clock_ns = clock_ns
+        self._lock = threading.RLock()
+        self._pool = BlockPool(config.num_blocks)
+        self._checksums = [0] * config.num_blocks
+        self._leases: dict[int, _Lease] = {}
+        self._next_lease = 0
+        self._on_room: Callable[[], None] | None = None
+        self.evictions = 0
+        self.leases_expired = 0
+        self.leases_refused = 0
+
+    # -- for the scheduler
+
+    @property
+    def total_blocks(self) -> int:
+        """Size of the segment in blocks."""
+        return self.config.num_blocks
+
+    @property
+    def available_blocks(self) -> int:
+        """Free and evictable blocks now; peers may pin some the moment after."""
+        with self._lock:
+            return self._pool.available_blocks
+
+    def allocate(self, count: int, after: BlockId | None = None) -> Allocation:
+        """As `BlockPool.allocate`; what had to leave is withdrawn from the directory first."""
+        with self._lock:
+            self._expire()
+            allocation = self._pool.allocate(count, after)
+            if allocation.evicted:
+                self.evictions += len(allocation.evicted)
+                self._publisher.removed(self.config.tier, allocation.evicted)
+            return allocation
+
+    def lookup(self, block_hash: BlockHash) -> BlockId | None:
+        """As `BlockPool.lookup`. Only acquired blocks stay; this thread is the only one that evicts."""
+        with self._lock:
+            return self._pool.lookup(block_hash)
+
+    def match(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
+        """As `BlockPool.match`."""
+        with self._lock:
+            return self._pool.match(hashes)
+
+    def acquire(self, block_ids: Iterable[BlockId]) -> None:
+        """As `BlockPool.acquire`."""
+        with self._lock:
+            self._pool.acquire(block_ids)
+
+    def release(self, block_ids: Sequence[BlockId]) -> None:
+        """As `BlockPool.release`."""
+        with self._lock:
+            self._pool.release(block_ids)
+
+    def begin_flight(self, block_ids: Iterable[BlockId]) -> None:
+        """As `BlockPool.begin_flight`."""
+        with self._lock:
+            self._pool.begin_flight(block_ids)
+
+    def end_flight(self, block_ids: Iterable[BlockId]) -> None:
+        """As `BlockPool.end_flight`."""
+        with self._lock:
+            self._pool.end_flight(block_ids)
+
+    # -- content
+
+    def offset(self, block_id: BlockId) -> int:
+        """Byte offset of a block in the segment."""
+        return block_id * self.config.block_bytes
+
+    def seal(self, block_id: BlockId, block_hash: BlockHash, parent: BlockHash | None) -> BlockId:
+        """Checksum a complete block, give it its identity and announce it; as `BlockPool.seal` otherwise."""
+        start = self.offset(block_id)
+        checksum = xxhash.xxh3_64_intdigest(self._memory[start : start + self.config.block_bytes])
+        with self._lock:
+            kept = self._pool.seal(block_id, block_hash, parent)
+            if kept == block_id:
+                self._checksums[block_id] = checksum
+                self._publisher.stored(self.config.tier, (block_hash,))
+            return kept
+
+    def held_hashes(self) -> list[BlockHash]:
+        """Every hash that can be read now, for a full snapshot to the directory."""
+        with self._lock:
+            return self._pool.hashes()
+
+    # -- BlockSource
+
+    def pin(self, reader: WorkerKey, hashes: Sequence[BlockHash]) -> tuple[int, tuple[HeldBlock | None, ...]]:
+        """Take a read lease on what is held; see `kvpool.transport.base.BlockSource`."""
+        with self._lock:
+            self._expire()
+            self._next_lease += 1
+            if len(self._leases) >= self.config.max_leases:
+                self.leases_refused += 1
+                return self._next_lease, (None,) * len(hashes)
+            found = self._pool.pin(hashes)
+            held = tuple(block_id for block_id in found if block_id is not None)
+            if held:
+                self._leases[self._next_lease] = _Lease(reader, held, self._clock_ns() + self.config.lease_ns)
+            return self._next_lease, tuple(self._held(block_id) for block_id in found)
+
+    def unpin(self, lease_id: int) -> None:
+        """Release a read lease. Idempotent."""
+        with self._lock:
+            lease = self._leases.pop(lease_id, None)
+            if lease is not None:
+                self._pool.unpin(lease.block_ids)
+            notify = self._on_room if lease is not None else None
+        if notify is not None:
+            notify()
+
+    def on_room(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, from any thread, whenever a read lease ends; it must not block."""
+        self._on_room = callback
+
+    # -- state
+
+    @property
+    def leases(self) -> int:
+        """Read leases held by peers now."""
+        with self._lock:
+            return len(self._leases)
+
+    def counts(self) -> PoolCounts:
+        """Blocks by state."""
+        with self._lock:
+            return self._pool.counts()
+
+    def check(self) -> None:
+        """As `BlockPool.check`."""
+        with self._lock:
+            self._pool.check()
+
+    def _held(self, block_id: BlockId | None) -> HeldBlock | None:
+        return None if block_id is None else HeldBlock(self.offset(block_id), self._checksums[block_id])
+
+    def _expire(self) -> None:
+        now_ns = self._clock_ns()
+        while self._leases:
+            lease_id = next(iter(self._leases))  # all leases last equally long: the oldest ends first
+            if self._leases[lease_id].expires_ns > now_ns:
+                return
+            self._pool.unpin(self._leases.pop(lease_id).block_ids)
+            self.leases_expired += 1

@@ -1,0 +1,69 @@
+"""The only place where engine views and pool pages meet: pages fill views, computed blocks go into pages.
+
+Called by the engine thread only. A block is offered to the pool only when it is complete, its content is verified or
+computed here, and every block before it is offered too.
+"""
+
+from __future__ import annotations
+
+from kvpool.errors import InvariantViolation
+from kvpool.store.segment import Segment
+from kvpool.types import BlockId
+from workers.block_table import PageState
+from workers.engine.base import Engine
+from workers.sequence import Sequence
+from workers.step import Work
+
+
+class Bridge:
+    """Moves blocks between an engine's views and a segment's pages.
+
+    Args:
+        engine: its pages are attached to the segment's memory already.
+        segment: who holds the pages.
+    """
+
+    def __init__(self, engine: Engine, segment: Segment) -> None:
+        self._engine = engine
+        self._segment = segment
+
+    def fill(self, work: Work) -> None:
+        """Copy the readable pages of ``work`` into its sequence's view."""
+        sequence = work.sequence
+        if not work.fill:
+            return
+        self._engine.load_blocks(_slot(sequence), work.first_block, work.fill)
+        sequence.filled(work.first_block, len(work.fill), self._segment.config.block_bytes)
+
+    def seal(self, sequence: Sequence) -> int:
+        """Store what became complete and offer it; returns how many blocks the sealed run grew by."""
+        table = sequence.table
+        computed_blocks = sequence.computed_tokens // table.block_tokens
+        ready = table.sealable(computed_blocks)
+        self._store(sequence, [index for index in ready if table.state(index) is PageState.BLANK])
+        for index in ready:
+            kept = self._segment.seal(_page(sequence, index), table.chain[index], table.parent_of(index))
+            table.seal(index, kept)
+        return len(ready)
+
+    def _store(self, sequence: Sequence, indices: list[int]) -> None:
+        """Copy view blocks into pages, one engine call a run of neighbours."""
+        begin = 0
+        for end in range(1, len(indices) + 1):
+            if end == len(indices) or indices[end] != indices[end - 1] + 1:
+                pages = [_page(sequence, index) for index in indices[begin:end]]
+                self._engine.store_blocks(_slot(sequence), indices[begin], pages)
+                begin = end
+
+
+def _slot(sequence: Sequence) -> int:
+    if sequence.slot is None:
+        raise InvariantViolation(f"{sequence.request_id} has no open view")
+    return sequence.slot
+
+
+def _page(sequence: Sequence, index: int) -> BlockId:
+    page = sequence.table.page(index)
+    if page is None:
+        raise InvariantViolation(f"{sequence.request_id} has no page for block {index}")
+    return page

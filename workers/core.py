@@ -1,0 +1,278 @@
+"""The worker core: what a worker is without Ray. Binds engine, segment, loader and publisher, and takes requests.
+
+`submit`, `cancel`, `load`, `status` may be called from any thread; the work is done by `workers.engine_loop` on one
+engine thread. No Ray, no torch, no gRPC here. The core owns arena, segment and engine, and releases them in `close`
+only after every load is terminal.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvpool.config import WorkerConfig
+from kvpool.errors import RequestError, UnavailableError
+from kvpool.hashing import Namespace
+from kvpool.plan import Plan
+from kvpool.reports import WorkerLoad
+from kvpool.request import GenerateRequest
+from kvpool.store.arena import Arena
+from kvpool.store.segment import Segment, SegmentConfig
+from kvpool.transport.base import Transport
+from kvpool.types import BlockHash, RequestId, Tier, WorkerKey
+from workers.block_table import BlockTable
+from workers.bridge import Bridge
+from workers.engine.base import Engine
+from workers.engine_loop import EngineLoop, LoopParts, Sink
+from workers.flights import Flights
+from workers.gate import Gate
+from workers.ports import Loader, Publisher
+from workers.queue_load import queue_load
+from workers.reporter import Reporter
+from workers.scheduler import Scheduler
+from workers.sequence import Sequence
+from workers.stopping import Decode
+
+JOIN_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CoreParts:
+    """What a core binds together.
+
+    Attributes:
+        key: this worker's incarnation.
+        engine: computes; the core owns it from now on and shuts it down.
+        config: limits and the size of the segment.
+        namespace_for: tenant → what its block chains are rooted in.
+        publisher: whom to tell about blocks, load and suspects.
+        transport: the data plane, not started; None for a worker without one (plans are then redone).
+        make_loader: builds the loader over the started transport.
+        decode: tokens → text, for stop strings.
+        tier: where the segment lies.
+        clock_ns: monotonic clock.
+        on_failure: called once, from the engine thread, when the engine broke.
+    """
+
+    key: WorkerKey
+    engine: Engine
+    config: WorkerConfig
+    namespace_for: Callable[[str], Namespace]
+    publisher: Publisher
+    transport: Transport | None = None
+    make_loader: Callable[[Transport], Loader] | None = None
+    decode: Decode | None = None
+    tier: Tier = Tier.HOST
+    clock_ns: Callable[[], int] = time.monotonic_ns
+    on_failure: Callable[[BaseException], None] | None = None
+
+
+class WorkerCore:
+    """Serves requests; see the module's docstring. Starts its thread at once."""
+
+    def __init__(self, parts: CoreParts) -> None:
+        self._parts = parts
+        engine, num_blocks = parts.engine, parts.config.engine.num_blocks
+        block_bytes = engine.layout.block_bytes
+        self._block_tokens = engine.layout.block_tokens
+        self._arena = Arena(block_bytes * num_blocks)
+        self.segment = Segment(
+            SegmentConfig(block_bytes, num_blocks, parts.tier), self._arena.memory, parts.publisher, parts.clock_ns
+        )
+        engine.attach_pages(self._arena.memory, num_blocks)
+        self._lock = threading.RLock()
+        self._draining = self._closed = False
+        gate, wake = Gate(self._block_tokens), threading.Event()
+        self._scheduler = Scheduler(parts.config.scheduler, self.segment, gate)
+        self._reporter = Reporter(parts.key, parts.publisher)
+        self._flights = Flights(self._scheduler, self._reporter, self._start_loader(), block_bytes, wake.set)
+        self._loop = EngineLoop(
+            LoopParts(
+                worker_id=parts.key.worker_id,
+                engine=engine,
+                scheduler=self._scheduler,
+                gate=gate,
+                bridge=Bridge(engine, self.segment),
+                flights=self._flights,
+                reporter=self._reporter,
+                lock=self._lock,
+                wake=wake,
+                clock_ns=parts.clock_ns,
+                decode=parts.decode,
+                load=self.load,
+                counters=self.counters,
+            )
+        )
+        self.segment.on_room(wake.set)
+        self._thread = threading.Thread(
+            target=self._loop.run, args=(parts.on_failure,), name=f"kvpool-engine-{parts.key.worker_id}", daemon=True
+        )
+        self._thread.start()
+
+    def _start_loader(self) -> Loader | None:
+        parts = self._parts
+        if parts.transport is None:
+            return None
+        parts.transport.start(parts.key, self._arena.memory, parts.engine.layout.block_bytes, self.segment)
+        return None if parts.make_loader is None else parts.make_loader(parts.transport)
+
+    # -- requests, from any thread
+
+    def submit(self, request: GenerateRequest, plan: Plan, decision_id: str, sink: Sink) -> None:
+        """Accept a request; its loads start before this returns.
+
+        Args:
+            request: what to generate.
+            plan: how to make the prefix whole; loads that cannot be done are redone.
+            decision_id: the router's decision, for the outcome report.
+            sink: gets chunks in order, the last with ``finish``, or one error. Called from the engine thread; must not
+                block. Nothing is delivered after `FinishReason` or an error.
+
+        Raises:
+            RequestError: the request can never be served here, or one with its id is running.
+            CapacityError: too many requests wait.
+            UnavailableError: the worker drains, is closed or its engine broke.
+        """
+        if self._draining:
+            raise UnavailableError(f"worker {self._parts.key} drains and takes no new requests; use another worker")
+        self._require_servable(request)
+        table = BlockTable(self._parts.namespace_for(request.tenant).root(), self._block_tokens)
+        if not self._flights.can_load:
+            plan = replace(plan, loads=())
+        now_ns = self._parts.clock_ns()
+        self._loop.admit(Sequence(request, plan, decision_id, table, now_ns, now_ns + request.timeout_ns), sink)
+
+    def cancel(self, request_id: RequestId) -> None:
+        """End a request; its sink gets a chunk with `FinishReason.CANCELLED`. Unknown ids are fine."""
+        self._loop.cancel(request_id)
+
+    def drain(self) -> None:
+        """Take no new requests; running ones finish. `wait_idle` tells when."""
+        self._draining = True
+
+    def wait_idle(self, timeout_ns: int) -> bool:
+        """Wait until no request is active and no load in flight; False when the time ran out."""
+        return self._loop.wait_idle(timeout_ns)
+
+    def close(self) -> None:
+        """End every request with `UnavailableError`, give up loads, wait for them, release everything. May be
+        repeated."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._loop.stop()
+        self._thread.join(JOIN_S)
+        if self._parts.transport is not None:
+            self._parts.transport.close()
+        if self._thread.is_alive() or self._flights.count:
+            log.error("worker %s: the engine or a load did not end; its memory is kept mapped", self._parts.key)
+            return
+        self._parts.engine.shutdown()
+        self._arena.close()
+
+    # -- state, from any thread
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the engine broke, None while it is healthy."""
+        return self._loop.failure
+
+    def held_hashes(self) -> list[BlockHash]:
+        """Every block peers can read now, for a full snapshot to the directory."""
+        return self.segment.held_hashes()
+
+    def load(self) -> WorkerLoad:
+        """The queue as it is now."""
+        with self._lock:
+            counts = self.segment.counts()
+            until_ns = self._loop.step_until_ns
+            rest_ns = 0 if until_ns is None else max(0, until_ns - self._parts.clock_ns())
+            return replace(
+                queue_load(self._scheduler.running, self._scheduler.waiting),
+                step_remaining_ns=rest_ns,
+                free_blocks=self.segment.available_blocks,
+                total_blocks=counts.total,
+                in_flight_bytes=self._flights.in_flight_bytes,
+            )
+
+    def counters(self) -> dict[str, int]:
+        """Running totals by name; see `kvpool.reports.WorkerReport`."""
+        with self._lock:
+            totals = dict(self._reporter.counters)
+            totals["preemptions"] = self._scheduler.preemptions
+        totals["evictions"] = self.segment.evictions
+        totals["leases_expired"] = self.segment.leases_expired
+        totals["leases_refused"] = self.segment.leases_refused
+        if self._parts.transport is not None:
+            totals["bytes_served"] = self._parts.transport.stats().bytes_served
+        return totals
+
+    def status(self) -> dict[str, Any]:
+        """Everything worth showing, JSON-serialisable."""
+        counts = self.segment.counts()
+        counters = self.counters()
+        load = self.load()
+        failure = self._loop.failure
+        return {
+            "healthy": failure is None,
+            "failure": None if failure is None else str(failure),
+            "draining": self._draining,
+            "running": load.running_requests,
+            "waiting": load.waiting_requests,
+            "loads_in_flight": self._flights.count,
+            "tier": self._parts.tier.name.lower(),
+            "block_bytes": self.segment.config.block_bytes,
+            "blocks": {
+                "free": counts.free,
+                "cached": counts.cached,
+                "referenced": counts.referenced,
+                "in_flight": counts.in_flight,
+                "pinned": counts.pinned,
+                "total": counts.total,
+            },
+            "read_leases": self.segment.leases,
+            "counters": counters,
+            "failures": {name.split(".", 1)[1]: count for name, count in counters.items() if "failures." in name},
+        }
+
+    def check(self) -> None:
+        """Invariants of pool and scheduler.
+
+        Raises:
+            InvariantViolation: one does not hold.
+        """
+        with self._lock:
+            self.segment.check()
+            self._scheduler.check()
+
+    # -- validation
+
+    def _require_servable(self, request: GenerateRequest) -> None:
+        engine, total = self._parts.engine, self.segment.total_blocks
+        longest = len(request.prompt) + request.sampling.max_tokens
+        if longest > engine.max_context_tokens:
+            raise RequestError(
+                f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.sampling.max_tokens}, but the "
+                f"model takes {engine.max_context_tokens} in all; shorten the prompt or lower max_tokens",
+                prompt_tokens=len(request.prompt),
+                max_context_tokens=engine.max_context_tokens,
+            )
+        needed = longest // self._block_tokens
+        if needed > total:
+            raise RequestError(
+                f"prompt and output of {longest} tokens need {needed} blocks and the worker's segment has {total}; "
+                "shorten the prompt, lower max_tokens or raise engine.num_blocks",
+                needed_blocks=needed,
+                available_blocks=total,
+            )
+        vocab = engine.vocab_size
+        for token in (*request.prompt, *request.generated):
+            if not 0 <= token < vocab:
+                raise RequestError(f"token id {token} is outside [0, {vocab}), the model's vocabulary", token=token)

@@ -1,0 +1,128 @@
+"""Loads in progress: from the scheduler's order to the terminal state, and what is learned from it.
+
+Binds the scheduler's flights to the loader's loads. Never decides. Guarded by the core's lock, like the scheduler; a
+load's callback only wakes the engine thread. Invariant: a flight is reported landed exactly once, and only when its
+load is terminal, so that no page returns to the pool while bytes may still fall on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvpool.errors import KVPoolError
+from kvpool.reports import LoadSample
+from kvpool.types import WorkerKey
+from workers.ports import Load, Loader, LoadProgress
+from workers.reporter import Reporter
+from workers.scheduler import Scheduler
+from workers.sequence import Sequence
+from workers.step import LoadOrder
+
+
+@dataclass(slots=True)
+class _Flight:
+    order: LoadOrder
+    load: Load
+    bytes_arrived: int = 0
+
+
+class Flights:
+    """Every load that is not terminal.
+
+    Args:
+        scheduler: whose orders these are.
+        reporter: gets a sample per source.
+        loader: starts loads; None when there is no data plane.
+        block_bytes: bytes of one block.
+        wake: called, from any thread, when a load changed.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        reporter: Reporter,
+        loader: Loader | None,
+        block_bytes: int,
+        wake: Callable[[], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._reporter = reporter
+        self._loader = loader
+        self._block_bytes = block_bytes
+        self._wake = wake
+        self._flights: dict[int, _Flight] = {}
+
+    @property
+    def can_load(self) -> bool:
+        """Whether there is a data plane at all."""
+        return self._loader is not None
+
+    @property
+    def count(self) -> int:
+        """Loads that are not terminal."""
+        return len(self._flights)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes ordered and not arrived."""
+        return sum(
+            len(flight.order.pages) * self._block_bytes - flight.bytes_arrived for flight in self._flights.values()
+        )
+
+    def start(self, order: LoadOrder) -> None:
+        """Carry out an order; one that cannot even start lands at once and is redone."""
+        if self._loader is None:
+            self._scheduler.land(order.flight)
+            return
+        sequence = order.sequence
+        offsets = {index: page * self._block_bytes for index, page in order.pages.items()}
+        try:
+            load = self._loader.start(sequence.request_id, sequence.plan, tuple(sequence.table.chain), offsets)
+        except KVPoolError as error:
+            self._reporter.counters[f"load_failures.{error.code}"] += 1
+            sequence.tally.load_failures += (error.code,)
+            self._scheduler.land(order.flight)
+            return
+        self._flights[order.flight] = _Flight(order, load)
+        load.on_change(self._wake)
+
+    def cancel(self, flights: Iterable[int]) -> None:
+        """Give loads up; they stay here until they are terminal."""
+        for number in flights:
+            flight = self._flights.get(number)
+            if flight is not None:
+                flight.load.cancel()
+
+    def cancel_all(self) -> None:
+        """Give every load up."""
+        self.cancel(tuple(self._flights))
+
+    def follow(self) -> list[Sequence]:
+        """Tell the scheduler what arrived and what ended; returns live sequences whose load ended."""
+        landed: list[Sequence] = []
+        for number, flight in list(self._flights.items()):
+            progress = flight.load.progress()
+            flight.bytes_arrived = progress.bytes_arrived
+            self._scheduler.progress(number, progress.arrived)
+            if not progress.terminal:
+                continue
+            del self._flights[number]
+            self._account(flight.order, progress)
+            sequence = self._scheduler.land(number)
+            if sequence is not None:
+                landed.append(sequence)
+        return landed
+
+    def _account(self, order: LoadOrder, progress: LoadProgress) -> None:
+        self._reporter.counters["bytes_loaded"] += progress.bytes_arrived
+        elapsed_ns = max(0, (progress.finished_ns or progress.started_ns) - progress.started_ns)
+        tally = order.sequence.tally
+        tally.load_ns = elapsed_ns
+        tally.load_failures += tuple(error.code for _, error in progress.failures)
+        failed: dict[WorkerKey, str] = {key: error.code for key, error in progress.failures}
+        for part in order.sequence.plan.loads:
+            blocks = sum(part.start <= index < part.stop for index in progress.arrived)
+            self._reporter.load(
+                LoadSample(part.holder, blocks * self._block_bytes, blocks, elapsed_ns, failed.get(part.holder))
+            )

@@ -1,0 +1,476 @@
+"""Which sequences run in the next step, and with which pages.  (pure, torch-free)
+
+One call of `plan_step` is one beat: expire → decode tokens → chunks of prefills in progress → admissions. It changes
+sequences, block tables and page references, and returns what the shell must do (`Step`); it touches no byte, no
+clock and no network. The rules:
+
+- Redo is always possible: a load is never needed, only used. What arrived is filled in, what is in flight is waited
+  for only while `workers.gate` says that this is sooner, the rest is computed.
+- No chunk computes a block that can be read already, here or from a twin that runs in the same step.
+- Pages of a prompt are taken at admission (those a load writes: at arrival); decoding takes one at a time. When
+  there are none, waiting requests give theirs back, the youngest first; then the youngest running request is
+  preempted. The oldest is never made to wait for a younger one, so somebody always gets on.
+- A page a load may still write stays out of use until that load is terminal (`land`), whatever became of its request.
+
+Not thread-safe; one thread owns it.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from kvpool.config import SchedulerConfig
+from kvpool.errors import CapacityError, InvariantViolation
+from kvpool.types import BlockHash, BlockId
+from workers.block_table import READABLE, PageState
+from workers.gate import Gate, LoadView, Ruling, Verdict
+from workers.sequence import Phase, Sequence
+from workers.step import Blocks, LoadOrder, Step, Work
+
+
+@dataclass(slots=True)
+class _Flight:
+    sequence: Sequence | None
+    pages: dict[int, BlockId]
+    view: LoadView
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class _Beat:
+    """Scratch of one `plan_step`."""
+
+    now_ns: int
+    budget: int
+    work: list[Work] = field(default_factory=list)
+    prefills: int = 0
+    claimed: set[BlockHash] = field(default_factory=set)
+    preempted: bool = False
+
+
+class Scheduler:
+    """Chooses batches.
+
+    Args:
+        config: limits.
+        blocks: the pages.
+        gate: whether to wait for a load in flight.
+    """
+
+    def __init__(self, config: SchedulerConfig, blocks: Blocks, gate: Gate) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._gate = gate
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._flights: dict[int, _Flight] = {}
+        self._next_flight = 0
+        self._closed_slots: list[int] = []
+        self._cancelled: list[int] = []
+        self._views_full = False
+        self.preemptions = 0
+
+    # -- requests
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        """Admitted and not running, oldest first."""
+        return tuple(self._waiting)
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """In prefill or decode, oldest first."""
+        return tuple(self._running)
+
+    @property
+    def flights(self) -> int:
+        """Loads that are not terminal."""
+        return len(self._flights)
+
+    def add(self, sequence: Sequence, now_ns: int) -> LoadOrder | None:
+        """Queue a request that fits the segment; take references on what is here, reserve the pages of its loads.
+
+        Returns:
+            The load to start, None when the plan has none, everything is here already, or there is no room to load
+            into now.
+
+        Raises:
+            CapacityError: the waiting queue is full.
+        """
+        if len(self._waiting) >= self._config.max_waiting:
+            raise CapacityError(
+                f"{len(self._waiting)} requests wait already and scheduler.max_waiting is {self._config.max_waiting}; "
+                "retry later or on another worker",
+                waiting_requests=len(self._waiting),
+            )
+        insort(self._waiting, sequence, key=_age)
+        self._adopt(sequence, 0)
+        return self._reserve(sequence, now_ns)
+
+    def remove(self, sequence: Sequence) -> int | None:
+        """Take a request out, finished or not; returns the slot to close, None without one."""
+        if sequence.phase is Phase.GONE:
+            return None
+        (self._running if sequence.phase is Phase.RUNNING else self._waiting).remove(sequence)
+        self._let_go(sequence)
+        sequence.phase = Phase.GONE
+        self._views_full = False
+        slot, sequence.slot = sequence.slot, None
+        return slot
+
+    def defer(self, sequence: Sequence) -> bool:
+        """The engine has no memory for this sequence's view: it waits, with its pages, until another one ends.
+
+        Returns:
+            False when no other view is open, so that waiting would never help.
+        """
+        self._running.remove(sequence)
+        sequence.phase = Phase.WAITING
+        insort(self._waiting, sequence, key=_age)
+        self._views_full = True
+        return any(other.slot is not None for other in self._running)
+
+    # -- loads
+
+    def progress(self, flight: int, arrived: Collection[int]) -> None:
+        """These blocks of a load are in place and verified; naming them again changes nothing."""
+        entry = self._flights[flight]
+        entry.view = entry.view.with_arrived(len(arrived))
+        if entry.sequence is None:
+            return
+        table = entry.sequence.table
+        for index in arrived:
+            if table.state(index) is PageState.FLYING and table.page(index) == entry.pages[index]:
+                table.move(index, PageState.ARRIVED)
+                entry.sequence.loaded.add(index)
+
+    def land(self, flight: int) -> Sequence | None:
+        """A load is terminal: its pages return to their sequence (the result), or to the pool when that is gone."""
+        entry = self._flights.pop(flight)
+        self._blocks.end_flight(entry.pages.values())
+        self._cancelled = [number for number in self._cancelled if number != flight]
+        if entry.sequence is None:
+            return None
+        entry.sequence.flight = None
+        table = entry.sequence.table
+        for index, block_id in entry.pages.items():
+            if table.page(index) != block_id:
+                continue
+            if table.state(index) is PageState.ARRIVED:
+                table.move(index, PageState.FILLED)
+            elif table.state(index) is PageState.FLYING:
+                table.move(index, PageState.BLANK)
+        return entry.sequence
+
+    # -- the beat
+
+    def plan_step(self, now_ns: int) -> Step:
+        """Choose the next batch. See the module's docstring for the order."""
+        expired = self._expire(now_ns)
+        beat = _Beat(now_ns, self._config.max_step_tokens)
+        loads = self._late_loads(now_ns)
+        for sequence in [entry for entry in self._running if entry.decoding]:
+            self._decode(sequence, beat)
+        for sequence in [entry for entry in self._running if not entry.decoding]:
+            self._continue(sequence, beat, idle=False)
+        self._admit(beat, idle=False)
+        if not beat.prefills:
+            self._use_idle(beat)
+        closed, self._closed_slots = tuple(self._closed_slots), []
+        cancelled, self._cancelled = tuple(self._cancelled), []
+        return Step(closed, cancelled, loads, expired, tuple(beat.work), self._wake_ns(now_ns))
+
+    def ran(self, work: Work) -> None:
+        """The engine filled and computed this part of the step."""
+        work.sequence.computed_tokens = work.start + work.count
+
+    def check(self) -> None:
+        """Invariants between steps.
+
+        Raises:
+            InvariantViolation: one does not hold.
+        """
+        _require(len(self._running) <= self._config.max_running, "more sequences run than max_running")
+        _require(self._running == sorted(self._running, key=_age), "the running sequences are out of order")
+        _require(self._waiting == sorted(self._waiting, key=_age), "the waiting sequences are out of order")
+        for sequence in self._running + self._waiting:
+            who = sequence.request_id
+            waits = sequence.phase is Phase.WAITING
+            _require(waits == (sequence in self._waiting), f"{who} is in the wrong list")
+            _require(not waits or sequence.slot is None, f"{who} waits with a view")
+            _require(not waits or not sequence.computed_tokens, f"{who} waits with computed tokens")
+            _require(0 <= sequence.computed_tokens <= len(sequence.tokens), f"{who} computed more than it has")
+            flying = bool(sequence.table.flying())
+            _require(not flying or sequence.flight is not None, f"{who} has pages in flight without a load")
+        for number, flight in self._flights.items():
+            owner = flight.sequence
+            _require(owner is None or owner.flight == number, f"flight {number} is not known to its sequence")
+
+    # -- parts of the beat
+
+    def _expire(self, now_ns: int) -> tuple[Sequence, ...]:
+        late = [entry for entry in self._running + self._waiting if entry.deadline_ns <= now_ns]
+        for sequence in late:
+            slot = self.remove(sequence)
+            if slot is not None:
+                self._closed_slots.append(slot)
+        return tuple(late)
+
+    def _decode(self, sequence: Sequence, beat: _Beat) -> None:
+        if sequence.phase is not Phase.RUNNING or beat.budget < 1:
+            return
+        needed = (sequence.computed_tokens + 1) // sequence.table.block_tokens
+        if needed and sequence.table.page(needed - 1) is None and not self._grow(sequence, needed, beat):
+            return
+        beat.work.append(Work(sequence, 0, (), sequence.computed_tokens, 1, samples=True))
+        beat.budget -= 1
+
+    def _continue(self, sequence: Sequence, beat: _Beat, *, idle: bool) -> None:
+        """Give a running prefill its next chunk."""
+        if sequence.phase is not Phase.RUNNING or beat.budget < 1:
+            return
+        self._adopt(sequence, sequence.computed_tokens // sequence.table.block_tokens)
+        if sequence.table.missing(sequence.full_blocks) and not self._grow(sequence, sequence.full_blocks, beat):
+            return
+        self._chunk(sequence, beat, idle=idle)
+
+    def _admit(self, beat: _Beat, *, idle: bool) -> None:
+        """Let waiting requests in, oldest first. Who waits for its load or for a twin that computes the same blocks
+        in this step is passed over; who lacks pages is not."""
+        for sequence in list(self._waiting):
+            if beat.preempted or self._views_full or beat.budget < 1 or len(self._running) >= self._config.max_running:
+                return
+            if not self._ready(sequence, beat, idle=idle):
+                continue
+            if not self._take_prompt_pages(sequence):
+                return
+            self._waiting.remove(sequence)
+            insort(self._running, sequence, key=_age)
+            sequence.phase = Phase.RUNNING
+            if sequence.tally.first_scheduled_ns is None:
+                sequence.tally.first_scheduled_ns = beat.now_ns
+            self._chunk(sequence, beat, idle=idle)
+            if idle and beat.prefills:
+                return
+
+    def _ready(self, sequence: Sequence, beat: _Beat, *, idle: bool) -> bool:
+        if sequence.flight is not None:
+            run = sequence.table.readable_run(0, sequence.full_blocks)
+            if sequence.table.state(run) is PageState.FLYING:
+                verdict = self._rule(sequence, beat.now_ns, idle=idle).verdict
+                if verdict is Verdict.WAIT and not (idle and run):
+                    return False
+        self._adopt(sequence, 0)
+        run = sequence.table.readable_run(0, sequence.full_blocks)
+        return not self._claimed(sequence, run, beat)
+
+    def _use_idle(self, beat: _Beat) -> None:
+        """No prefill is ready, so the GPU would idle: who waits for its load fills in what came, or computes."""
+        for sequence in [entry for entry in self._running if not entry.decoding]:
+            self._continue(sequence, beat, idle=True)
+            if beat.prefills:
+                return
+        self._admit(beat, idle=True)
+
+    def _chunk(self, sequence: Sequence, beat: _Beat, *, idle: bool) -> None:
+        """Plan the next part of a prefill: fill in what is readable, then compute up to the next readable block."""
+        size, table = sequence.table.block_tokens, sequence.table
+        first, rest = divmod(sequence.computed_tokens, size)
+        run = 0 if rest else table.readable_run(first, sequence.full_blocks)
+        start = sequence.computed_tokens
+        if run:
+            start = min(start + run * size, len(sequence.tokens) - 1)  # one token must be computed to sample from
+        count = 0
+        if not self._claimed(sequence, start // size, beat) or start % size:
+            count = self._count(sequence, start, beat, idle=idle)
+        if not run and not count:
+            return
+        fill = tuple(page for page in map(table.page, range(first, first + run)) if page is not None)
+        samples = count > 0 and start + count == len(sequence.tokens)
+        beat.work.append(Work(sequence, first, fill, start, count, samples))
+        beat.prefills += 1
+        beat.budget -= count
+        beat.claimed.update(table.chain[start // size : (start + count) // size])
+
+    def _count(self, sequence: Sequence, start: int, beat: _Beat, *, idle: bool) -> int:
+        """Tokens to compute from ``start`` on; 0 to wait for a load."""
+        size, table, blocks = sequence.table.block_tokens, sequence.table, sequence.full_blocks
+        limit = beat.budget
+        next_block = -(-start // size)
+        barrier = table.next_in(next_block, blocks, READABLE)
+        flying = table.next_in(next_block, blocks, (PageState.FLYING,))
+        if flying < blocks and flying * size == start:
+            ruling = self._rule(sequence, beat.now_ns, idle=idle)
+            if ruling.verdict is Verdict.WAIT:
+                return 0
+            limit = min(limit, ruling.tokens or limit)
+        else:
+            barrier = min(barrier, flying)  # the front of a split: its load brings the rest meanwhile
+        stop = min(len(sequence.tokens), start + limit)
+        if barrier < blocks:
+            stop = min(stop, barrier * size)
+        if stop < len(sequence.tokens) and stop // size * size > start:
+            stop = stop // size * size  # whole blocks, so that what arrives can be filled in at every boundary
+        return stop - start
+
+    def _rule(self, sequence: Sequence, now_ns: int, *, idle: bool) -> Ruling:
+        if sequence.flight is None:
+            raise InvariantViolation(f"{sequence.request_id} waits for a load it does not have")
+        missing_tokens = len(sequence.table.flying()) * sequence.table.block_tokens
+        ruling = self._gate.rule(self._flights[sequence.flight].view, missing_tokens, now_ns, idle=idle)
+        if ruling.verdict is Verdict.GIVE_UP:
+            self._give_up(sequence.flight)
+        return ruling
+
+    def _claimed(self, sequence: Sequence, block: int, beat: _Beat) -> bool:
+        """A twin computes this block in this step already."""
+        chain = sequence.table.chain
+        return block < len(chain) and chain[block] in beat.claimed
+
+    def _wake_ns(self, now_ns: int) -> int | None:
+        moments = [entry.deadline_ns for entry in self._running + self._waiting]
+        for flight in self._flights.values():
+            if flight.sequence is not None:
+                moments.append(self._gate.review_ns(flight.view, now_ns))
+        return min(moments, default=None)
+
+    # -- loads
+
+    def _reserve(self, sequence: Sequence, now_ns: int) -> LoadOrder | None:
+        """Take the pages that the plan's loads will write, leaving one for every running sequence."""
+        table = sequence.table
+        parts = [range(part.start, min(part.stop, sequence.full_blocks)) for part in sequence.plan.loads]
+        wanted = [index for part in parts for index in part if table.page(index) is None]
+        sequence.load_due = bool(wanted)
+        if not wanted or len(wanted) + len(self._running) > self._blocks.available_blocks:
+            return None
+        if not self._assign(sequence, wanted):
+            return None
+        sequence.load_due = False
+        pages = {index: page for index in wanted if (page := table.page(index)) is not None}
+        self._blocks.begin_flight(pages.values())
+        for index in wanted:
+            table.move(index, PageState.FLYING)
+        self._next_flight += 1
+        sequence.flight = self._next_flight
+        view = LoadView.starting(sequence.plan, len(pages), now_ns)
+        self._flights[sequence.flight] = _Flight(sequence, pages, view)
+        return LoadOrder(sequence.flight, sequence, pages)
+
+    def _late_loads(self, now_ns: int) -> tuple[LoadOrder, ...]:
+        """Loads that found no room at arrival and do now, oldest first."""
+        orders: list[LoadOrder] = []
+        for sequence in self._waiting:
+            if not sequence.load_due:
+                continue
+            order = self._reserve(sequence, now_ns)
+            if order is not None:
+                orders.append(order)
+            if sequence.load_due:
+                break
+        return tuple(orders)
+
+    def _give_up(self, flight: int) -> None:
+        """Ask for the end of a load; its pages stay in flight until it is terminal."""
+        entry = self._flights[flight]
+        if not entry.cancelled:
+            entry.cancelled = True
+            self._cancelled.append(flight)
+
+    # -- pages
+
+    def _adopt(self, sequence: Sequence, start: int) -> None:
+        """Use every block from ``start`` on that the pool holds by now in place of what the sequence lacks."""
+        table = sequence.table
+        for index in range(start, len(table.chain)):
+            if table.state(index) in READABLE:
+                continue
+            block_id = self._blocks.lookup(table.chain[index])
+            if block_id is None:
+                continue
+            self._blocks.acquire((block_id,))
+            replaced = table.adopt(index, block_id)
+            if replaced is not None:
+                self._blocks.release((replaced,))
+        if sequence.flight is not None and not table.flying() and not table.arrived():
+            self._give_up(sequence.flight)  # everything it would bring is here
+
+    def _take_prompt_pages(self, sequence: Sequence) -> bool:
+        """Pages for every full block of a sequence about to run; the waiting ones behind it give theirs back."""
+        missing = sequence.table.missing(sequence.full_blocks)
+        spare = len(self._running)  # one block for each that may grow soon, or admission would cause preemption
+        for other in reversed(self._waiting):
+            if other is sequence or self._blocks.available_blocks >= len(missing) + spare:
+                break
+            self._let_go(other)
+        if self._running and self._blocks.available_blocks < len(missing) + spare:
+            return False
+        return self._assign(sequence, missing)
+
+    def _grow(self, sequence: Sequence, blocks: int, beat: _Beat) -> bool:
+        """Pages up to block ``blocks`` for a running sequence, at the expense of waiting, then of younger ones.
+
+        Returns:
+            False when the sequence cannot run in this step: it was preempted itself, or pages are about to return.
+        """
+        missing = sequence.table.missing(blocks)
+        for other in reversed(self._waiting):
+            if self._blocks.available_blocks >= len(missing):
+                break
+            self._let_go(other)
+        while not self._assign(sequence, missing):
+            returning = sum(len(flight.pages) for flight in self._flights.values() if flight.sequence is None)
+            if returning >= len(missing) or len(self._running) == 1:
+                return False
+            victim = self._running[-1]
+            self._preempt(victim, beat)
+            if victim is sequence:
+                return False
+        return True
+
+    def _assign(self, sequence: Sequence, missing: Seq[int]) -> bool:
+        if not missing:
+            return True
+        try:
+            allocation = self._blocks.allocate(len(missing), self._neighbour(sequence, missing[0]))
+        except CapacityError:
+            return False
+        sequence.table.assign(missing, allocation.block_ids)
+        return True
+
+    def _neighbour(self, sequence: Sequence, index: int) -> BlockId | None:
+        return sequence.table.page(index - 1) if index else None
+
+    def _preempt(self, victim: Sequence, beat: _Beat) -> None:
+        self._running.remove(victim)
+        if victim.slot is not None:
+            self._closed_slots.append(victim.slot)
+        self._let_go(victim)
+        victim.restart()
+        insort(self._waiting, victim, key=_age)
+        beat.work = [work for work in beat.work if work.sequence is not victim]
+        beat.preempted = True
+        self._views_full = False
+        self.preemptions += 1
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Give every page back; those a load may still write return to the pool when it is terminal."""
+        self._blocks.release(sequence.table.clear())
+        sequence.loaded.clear()
+        sequence.load_due = False
+        if sequence.flight is not None:
+            self._give_up(sequence.flight)
+            self._flights[sequence.flight].sequence = None
+            sequence.flight = None
+
+
+def _age(sequence: Sequence) -> tuple[int, str]:
+    return (sequence.arrival_ns, sequence.request_id)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise InvariantViolation(f"scheduler: {message}")
