@@ -1,0 +1,471 @@
+"""Which worker holds which blocks, and how long a prefix of a chain each of them holds.  (pure)
+
+`PrefixIndex` gives every worker a *slot* and keeps, per attention group, a table of block → bitmask of
+(slot, tier) pairs (`kvpool.metadata.masks`). One lookup finds the prefix of every worker at once: it follows the chain
+and drops workers from a mask of those still alive.
+
+- A worker's prefix ends at its first missing block, wherever the hole came from.
+- Events may come twice, in any order, children before parents; storing is idempotent and removing the unknown is not
+  an error.
+- A worker leaves, or is replaced by a snapshot, by retiring its slot: one step, whatever the number of blocks. Retired
+  bits are invisible and swept later, at most `sweep`'s argument at a time.
+- At most ``max_entries`` (block, worker, tier) entries are kept, retired ones included. What does not fit is refused
+  and counted: a missing entry costs a hit, never a wrong token.
+
+It knows no leases, clocks or network, and is not thread-safe.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvpool.errors import CapacityError, InvariantViolation, StaleError
+from kvpool.metadata.masks import MAX_PIECE_BLOCKS, MaskTable, block_hash, block_key
+from kvpool.types import BlockHash, Tier, WorkerKey
+
+Prefixes = dict[WorkerKey, dict[Tier, int]]
+"""Per worker: leading blocks held in this tier *or a faster one*; tiers that add nothing are left out.
+
+``{DEVICE: 50, HOST: 80}`` is a prefix of 80 blocks of which the first 50 are on the device. The longest prefix is the
+largest value. Workers without the first block do not appear.
+"""
+
+DEFAULT_MAX_ENTRIES = 10_000_000
+DEFAULT_MAX_WORKERS = 1024
+MAX_DECODED_MASKS = 4096
+_TIERS = len(Tier)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreResult:
+    """What became of stored blocks: new entries, entries that were there, entries refused at the bound."""
+
+    added: int
+    known: int
+    refused: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Blocks that the same holders hold, as `PrefixIndex.dump` yields them.
+
+    Attributes:
+        holders: worker, tier, and whether the entry belongs to a snapshot that is not complete yet.
+        group: attention group.
+        hashes: the blocks.
+        linked: each is the child of the one before it.
+    """
+
+    holders: tuple[tuple[WorkerKey, Tier, bool], ...]
+    group: int
+    hashes: tuple[BlockHash, ...]
+    linked: bool
+
+
+@dataclass(slots=True)
+class _Slot:
+    number: int
+    counts: list[int] = field(default_factory=lambda: [0] * _TIERS)
+
+
+@dataclass(slots=True)
+class _Holder:
+    slot: _Slot
+    incoming: _Slot | None = None
+    visible: bool = True
+
+
+@dataclass(slots=True)
+class _Sweep:
+    """A pass that clears the bits of ``slots`` from the blocks still in ``work``."""
+
+    slots: list[_Slot]
+    bits: int
+    work: list[tuple[MaskTable, list[int]]]
+
+
+class PrefixIndex:
+    """The index of one pool, or a router's copy of it.
+
+    Args:
+        max_entries: bound on entries.
+        max_workers: bound on workers.
+    """
+
+    def __init__(self, *, max_entries: int = DEFAULT_MAX_ENTRIES, max_workers: int = DEFAULT_MAX_WORKERS) -> None:
+        self._max_entries = max_entries
+        self._max_workers = max_workers
+        self._width = max_workers + max(8, max_workers // 8)  # spare slots for incoming snapshots and retired slots
+        self._free = list(range(self._width))
+        self._keys: list[WorkerKey | None] = [None] * self._width
+        self._holders: dict[WorkerKey, _Holder] = {}
+        self._tables: dict[int, MaskTable] = {}
+        self._visible = 0
+        self._entries = 0
+        self._tier_entries = [0] * _TIERS
+        self._retired: list[_Slot] = []
+        self._sweep: _Sweep | None = None
+        self._decoded: dict[int, tuple[int, ...]] = {}
+        self.refused_blocks = 0
+        self.unknown_removals = 0
+
+    # -- size ---------------------------------------------------------------------------------------------------
+
+    @property
+    def entries(self) -> int:
+        """(block, worker, tier) entries, those of retired slots included until they are swept."""
+        return self._entries
+
+    @property
+    def blocks(self) -> int:
+        """Different (block, group) pairs."""
+        return sum(len(table) for table in self._tables.values())
+
+    @property
+    def workers(self) -> tuple[WorkerKey, ...]:
+        """Workers that may hold blocks, in the order they were added."""
+        return tuple(self._holders)
+
+    def counts(self, key: WorkerKey) -> tuple[int, ...]:
+        """Blocks of a worker by tier; of its incoming snapshot while there is one."""
+        holder = self._holder(key)
+        return tuple((holder.incoming or holder.slot).counts)
+
+    # -- workers ------------------------------------------------------------------------------------------------
+
+    def add_worker(self, key: WorkerKey) -> None:
+        """Make room for a worker; again for a known one does nothing.
+
+        Raises:
+            CapacityError: ``max_workers`` are known.
+        """
+        if key in self._holders:
+            return
+        slot = self._take_slot(key) if len(self._holders) < self._max_workers else None
+        if slot is None:
+            raise CapacityError(
+                f"the index already tracks {len(self._holders)} workers; raise max_workers", worker=str(key)
+            )
+        self._holders[key] = _Holder(slot)
+        self._visible |= 1 << slot.number
+
+    def remove_worker(self, key: WorkerKey) -> None:
+        """Forget a worker and all its blocks, in one step. Unknown workers are passed over."""
+        holder = self._holders.pop(key, None)
+        if holder is not None:
+            self._retire(holder.slot)
+            if holder.incoming is not None:
+                self._retire(holder.incoming)
+
+    def set_visible(self, key: WorkerKey, visible: bool) -> None:
+        """Hide a worker from lookups, or show it again. Its blocks stay and go on changing."""
+        holder = self._holder(key)
+        holder.visible = visible
+        bit = 1 << holder.slot.number
+        self._visible = self._visible | bit if visible else self._visible & ~bit
+
+    def visible(self, key: WorkerKey) -> bool:
+        """Whether lookups see the worker."""
+        return bool(self._visible >> self._holder(key).slot.number & 1)
+
+    def loading(self, key: WorkerKey) -> bool:
+        """Whether an unfinished snapshot stands ready to replace what the worker is known to hold."""
+        return self._holder(key).incoming is not None
+
+    def begin_snapshot(self, key: WorkerKey) -> None:
+        """From now on the worker's events describe a new state from nothing; lookups still see the old one."""
+        holder = self._holder(key)
+        if holder.incoming is not None:
+            self._retire(holder.incoming)
+            holder.incoming = None
+        if any(holder.slot.counts):
+            holder.incoming = self._take_slot(key)
+            if holder.incoming is None:
+                self._empty(holder, key)
+
+    def end_snapshot(self, key: WorkerKey) -> None:
+        """The snapshot is whole: it replaces the old state in one step."""
+        holder = self._holder(key)
+        if holder.incoming is not None:
+            old, holder.slot, holder.incoming = holder.slot, holder.incoming, None
+            self._retire(old)
+            self.set_visible(key, holder.visible)
+
+    # -- blocks -------------------------------------------------------------------------------------------------
+
+    def stored(
+        self, key: WorkerKey, tier: Tier, hashes: Sequence[BlockHash], *, group: int = 0, linked: bool = False
+    ) -> StoreResult:
+        """A worker holds these blocks.
+
+        Args:
+            key: a worker that was added.
+            tier: where they lie.
+            hashes: the blocks, in any order.
+            group: attention group.
+            linked: the caller knows that each block is the child of the one before it. Lookups get faster; a wrong
+                claim makes them wrong.
+
+        Raises:
+            StaleError: the worker is not known.
+        """
+        holder = self._holder(key)
+        if self._max_entries - self._entries < len(hashes):
+            self._make_room(holder, key, len(hashes))
+        slot = holder.incoming or holder.slot
+        table = self._tables.get(group)
+        if table is None:
+            table = self._tables[group] = MaskTable()
+        keys = [block_key(item) for item in hashes]
+        free = self._max_entries - self._entries
+        added, refused = table.add(self._bit(slot, tier), keys, linked=linked, limit=free)
+        self._count(slot, tier, added)
+        self.refused_blocks += refused
+        return StoreResult(added, len(hashes) - added - refused, refused)
+
+    def removed(self, key: WorkerKey, tier: Tier, hashes: Sequence[BlockHash], *, group: int = 0) -> int:
+        """A worker no longer holds these blocks; returns how many entries went.
+
+        Raises:
+            StaleError: the worker is not known.
+        """
+        holder = self._holder(key)
+        slot = holder.incoming or holder.slot
+        table = self._tables.get(group)
+        gone = 0
+        if table is not None:
+            gone = table.discard(self._bit(slot, tier), [block_key(item) for item in hashes])
+        self._count(slot, tier, -gone)
+        self.unknown_removals += len(hashes) - gone
+        return gone
+
+    def sweep(self, max_blocks: int) -> bool:
+        """Clear entries of retired slots from at most about ``max_blocks`` blocks. True when nothing is left to do."""
+        if self._sweep is None:
+            if not self._retired:
+                return True
+            bits = 0
+            for slot in self._retired:
+                for tier in Tier:
+                    bits |= self._bit(slot, tier)
+            work = [(table, table.keys()) for table in self._tables.values()]
+            self._sweep, self._retired = _Sweep(self._retired, bits, work), []
+        work, left = self._sweep.work, max_blocks
+        while work and left > 0:
+            table, keys = work[-1]
+            part = keys[-left:]
+            del keys[-left:]
+            table.clear(self._sweep.bits, part)
+            left -= len(part)
+            if not keys:
+                work.pop()
+        if work:
+            return False
+        for slot in self._sweep.slots:
+            self._release(slot)
+        self._sweep = None
+        self._tables = {group: table for group, table in self._tables.items() if len(table)}
+        return not self._retired
+
+    # -- lookups ------------------------------------------------------------------------------------------------
+
+    def prefixes(self, chain: Sequence[BlockHash], *, group: int = 0, learn: bool = False) -> Prefixes:
+        """How long a prefix of ``chain`` every visible worker holds, by tier.
+
+        Args:
+            chain: block hashes from the first block of a prompt on.
+            group: attention group.
+            learn: the chain was hashed from tokens here, so its order may be trusted to speed up later lookups.
+        """
+        table = self._tables.get(group)
+        if table is None or not chain:
+            return {}
+        if not any(self._tier_entries[1:]):
+            steps, pieces = self._descend(table, chain)
+            result = {key: {Tier.DEVICE: blocks} for key, blocks in self._decode(steps)}
+        else:
+            result, pieces = self._descend_tiers(table, chain)
+        if learn and pieces > 2 and pieces * MAX_PIECE_BLOCKS > len(chain):
+            table.learn(chain)
+        return result
+
+    def holders(self, item: BlockHash, *, group: int = 0) -> dict[WorkerKey, tuple[Tier, ...]]:
+        """Visible workers that hold one block, and in which tiers."""
+        table = self._tables.get(group)
+        mask = 0 if table is None else table.mask(block_key(item))
+        found: dict[WorkerKey, tuple[Tier, ...]] = {}
+        for tier in Tier:
+            for key, _ in self._decode([(1, (mask >> tier * self._width) & self._visible)]):
+                found[key] = (*found.get(key, ()), tier)
+        return found
+
+    def dump(self) -> list[tuple[int, tuple[int, ...], bool, int]]:
+        """A consistent copy for `placements`: mask, block keys, linked, group. Cheap against yielding placements."""
+        return [
+            (mask, keys, linked, group)
+            for group, table in self._tables.items()
+            for mask, keys, linked in table.stretches()
+        ]
+
+    def slot_owners(self) -> dict[int, tuple[WorkerKey, Tier, bool]]:
+        """Bit number → worker, tier and incoming flag, for `placements`; retired slots are left out."""
+        owners: dict[int, tuple[WorkerKey, Tier, bool]] = {}
+        for key, holder in self._holders.items():
+            for slot in (holder.slot, holder.incoming):
+                if slot is not None:
+                    for tier in Tier:
+                        owners[tier * self._width + slot.number] = (key, tier, slot is holder.incoming)
+        return owners
+
+    def check(self) -> None:
+        """Compare counts with the tables.
+
+        Raises:
+            InvariantViolation: they differ, or a table is malformed.
+        """
+        bits = 0
+        for table in self._tables.values():
+            table.check()
+            bits += sum(mask.bit_count() * len(keys) for mask, keys, _ in table.stretches())
+        swept = self._sweep.slots if self._sweep else []
+        unswept = sum(sum(slot.counts) for slot in swept)
+        if not bits <= self._entries <= bits + unswept:
+            raise InvariantViolation(f"the index counts {self._entries} entries and holds {bits}")
+        live = [slot for holder in self._holders.values() for slot in (holder.slot, holder.incoming) if slot]
+        if len(live) + len(self._retired) + len(swept) + len(self._free) != self._width:
+            raise InvariantViolation("a slot of the index was lost")
+
+    # -- private ------------------------------------------------------------------------------------------------
+
+    def _holder(self, key: WorkerKey) -> _Holder:
+        try:
+            return self._holders[key]
+        except KeyError:
+            raise StaleError("the index does not know this worker; it has to join first", worker=str(key)) from None
+
+    def _bit(self, slot: _Slot, tier: Tier) -> int:
+        return 1 << (tier * self._width + slot.number)
+
+    def _count(self, slot: _Slot, tier: Tier, change: int) -> None:
+        slot.counts[tier] += change
+        self._tier_entries[tier] += change
+        self._entries += change
+
+    def _take_slot(self, key: WorkerKey) -> _Slot | None:
+        if not self._free:
+            self._sweep_all()
+        if not self._free:
+            return None
+        number = heapq.heappop(self._free)
+        self._keys[number] = key
+        return _Slot(number)
+
+    def _retire(self, slot: _Slot) -> None:
+        self._visible &= ~(1 << slot.number)
+        if any(slot.counts):
+            self._retired.append(slot)
+        else:
+            self._release(slot)
+
+    def _release(self, slot: _Slot) -> None:
+        for tier in Tier:
+            self._count(slot, tier, -slot.counts[tier])
+        self._keys[slot.number] = None
+        heapq.heappush(self._free, slot.number)
+
+    def _sweep_all(self) -> None:
+        while not self.sweep(1 << 62):
+            pass
+
+    def _make_room(self, holder: _Holder, key: WorkerKey, blocks: int) -> None:
+        """Drop what nobody can see; then the state that a snapshot is about to replace."""
+        self._sweep_all()
+        if self._max_entries - self._entries < blocks and holder.incoming is not None:
+            self.end_snapshot(key)
+            self._sweep_all()
+
+    def _empty(self, holder: _Holder, key: WorkerKey) -> None:
+        """Clear a worker's blocks without a second slot."""
+        self._retire(holder.slot)
+        self._sweep_all()
+        slot = self._take_slot(key)
+        if slot is None:
+            raise InvariantViolation("retiring and sweeping a slot freed none")
+        holder.slot = slot
+        self.set_visible(key, holder.visible)
+
+    def _descend(self, table: MaskTable, chain: Sequence[BlockHash]) -> tuple[list[tuple[int, int]], int]:
+        """Where workers leave the chain, as (blocks, mask of those whose prefix ends there); and stretches seen."""
+        alive, last, pieces = self._visible, 0, 0
+        steps: list[tuple[int, int]] = []
+        for stop, mask in table.walk(chain):
+            pieces += 1
+            keep = alive & mask
+            if keep != alive:
+                if last:
+                    steps.append((last, alive ^ keep))
+                alive = keep
+                if not keep:
+                    return steps, pieces
+            last = stop
+        if last:
+            steps.append((last, alive))
+        return steps, pieces
+
+    def _descend_tiers(self, table: MaskTable, chain: Sequence[BlockHash]) -> tuple[Prefixes, int]:
+        """`_descend` for "in this tier or a faster one", all tiers in one walk."""
+        alive = [self._visible] * _TIERS
+        steps: list[list[tuple[int, int]]] = [[] for _ in Tier]
+        last = pieces = 0
+        for stop, mask in table.walk(chain):
+            pieces += 1
+            reach = 0
+            for tier in range(_TIERS):
+                reach |= mask >> (tier * self._width)
+                keep = alive[tier] & reach
+                if last and keep != alive[tier]:
+                    steps[tier].append((last, alive[tier] ^ keep))
+                alive[tier] = keep
+            last = stop
+            if not alive[-1]:
+                break
+        result: Prefixes = {}
+        for tier in Tier if last else ():
+            for key, blocks in self._decode([*steps[tier], (last, alive[tier])]):
+                known = result.setdefault(key, {})
+                if blocks > max(known.values(), default=0):
+                    known[tier] = blocks
+        return result, pieces
+
+    def _decode(self, steps: list[tuple[int, int]]) -> Iterator[tuple[WorkerKey, int]]:
+        for blocks, mask in steps:
+            for number in self._decoded.get(mask) or self._slots_of(mask):
+                key = self._keys[number]
+                if key is not None:
+                    yield key, blocks
+
+    def _slots_of(self, mask: int) -> tuple[int, ...]:
+        numbers, rest = [], mask
+        while rest:
+            low = rest & -rest
+            numbers.append(low.bit_length() - 1)
+            rest ^= low
+        if len(self._decoded) >= MAX_DECODED_MASKS:
+            self._decoded.clear()
+        self._decoded[mask] = tuple(numbers)
+        return self._decoded[mask]
+
+
+def placements(
+    dump: Sequence[tuple[int, tuple[int, ...], bool, int]], owners: dict[int, tuple[WorkerKey, Tier, bool]]
+) -> Iterator[Placement]:
+    """Turn a `PrefixIndex.dump` and the `PrefixIndex.slot_owners` of the same moment into values, one at a time."""
+    known: dict[int, tuple[tuple[WorkerKey, Tier, bool], ...]] = {}
+    for mask, keys, linked, group in dump:
+        holders = known.get(mask)
+        if holders is None:
+            holders = known[mask] = tuple(owner for bit, owner in owners.items() if mask >> bit & 1)
+        if holders:
+            yield Placement(holders, group, tuple(block_hash(key) for key in keys), linked)

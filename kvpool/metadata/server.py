@@ -1,0 +1,165 @@
+"""The metadata service as a process: ``python -m kvpool.metadata.server``.
+
+Prints one JSON line ``{"address": "HOST:PORT"}`` on stdout when it answers, logs to stderr, and ends with code 0 on
+SIGTERM and SIGINT, and, with ``--exit-with-parent``, when its stdin ends. Wrong arguments and a port in use end it
+with code 2 and a message that says what to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from kvpool.errors import ConfigError
+from kvpool.metadata.membership import DirectoryLimits
+from kvpool.metadata.rpc import SERVER_OPTIONS
+from kvpool.metadata.service import SERVICE_NAME, MetadataService, handlers
+from kvpool.metadata.state import DirectoryState
+from kvpool.metadata.v1 import metadata_pb2
+
+EXIT_BAD_INPUT = 2
+GRACE_S = 0.5
+MAX_PORT = 65_535
+
+log = logging.getLogger("kvpool.metadata.server")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Where to listen (port 0 picks a free one), the directory's bounds, and whether to end with the parent."""
+
+    host: str
+    port: int
+    limits: DirectoryLimits
+    exit_with_parent: bool = False
+
+
+class MetadataServer:
+    """A running service inside an event loop: `start`, then `stop`."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._options = options
+        # Later incarnations must have larger numbers; wall-clock nanoseconds are, without anything stored.
+        state = DirectoryState(time.time_ns(), options.limits, time.monotonic_ns())
+        self.service = MetadataService(state)
+        self._server: grpc.aio.Server | None = None
+        self._clock: asyncio.Task[None] | None = None
+        self.address = ""
+
+    async def start(self) -> None:
+        """Listen and answer.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        server = grpc.aio.server(options=list(SERVER_OPTIONS))
+        server.add_generic_rpc_handlers((handlers(self.service),))
+        checks = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        assert metadata_pb2.DESCRIPTOR.services_by_name["MetadataService"].full_name == SERVICE_NAME
+        reflection.enable_server_reflection(names, server)
+        host, port = self._options.host, self._options.port
+        try:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: the port is in use or the host is not an address of this machine; "
+                "choose another --port, or 0 for a free one",
+                host=host,
+                port=port,
+            ) from error
+        await server.start()
+        for name in ("", SERVICE_NAME):
+            await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._server, self.address = server, f"{host}:{bound}"
+        self._clock = asyncio.create_task(self.service.run())
+
+    async def stop(self) -> None:
+        """End streams, calls and the clock. May be repeated."""
+        self.service.close()
+        if self._server is not None:
+            await self._server.stop(GRACE_S)
+        if self._clock is not None:
+            await self._clock
+
+
+def parse_options(arguments: Sequence[str]) -> ServerOptions:
+    """Read the command line; argparse ends the process with code 2 and a message when it is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m kvpool.metadata.server", description="kvpool metadata service")
+    limits = DirectoryLimits()
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind")
+    parser.add_argument("--port", type=int, default=0, help="port to bind; 0 picks a free one")
+    parser.add_argument(
+        "--lease-ms", type=int, default=limits.lease_ns // 10**6, help="how long a member lives without a heartbeat"
+    )
+    parser.add_argument(
+        "--max-entries", type=int, default=limits.max_entries, help="bound on (block, worker) entries of the index"
+    )
+    parser.add_argument("--exit-with-parent", action="store_true", help="end when stdin ends")
+    options = parser.parse_args(arguments)
+    if not 0 <= options.port <= MAX_PORT:
+        parser.error(f"--port must be in [0, {MAX_PORT}], got {options.port}")
+    if options.lease_ms < 100:
+        parser.error(f"--lease-ms must be at least 100, got {options.lease_ms}")
+    if options.max_entries < 1:
+        parser.error(f"--max-entries must be at least 1, got {options.max_entries}")
+    limits = DirectoryLimits(lease_ns=options.lease_ms * 10**6, max_entries=options.max_entries)
+    return ServerOptions(options.host, options.port, limits, options.exit_with_parent)
+
+
+async def serve(options: ServerOptions) -> None:
+    """Serve until a signal or the parent's end.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    server = MetadataServer(options)
+    await server.start()
+    if options.exit_with_parent:
+        loop.add_reader(sys.stdin.fileno(), lambda: _on_stdin(loop, ended))
+    print(json.dumps({"address": server.address}), flush=True)
+    log.info("serving on %s, directory epoch %d", server.address, server.service.state.directory_epoch)
+    try:
+        await ended.wait()
+    finally:
+        await server.stop()
+
+
+def _on_stdin(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+    if not os.read(sys.stdin.fileno(), 4096):
+        loop.remove_reader(sys.stdin.fileno())
+        ended.set()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    options = parse_options(sys.argv[1:] if arguments is None else arguments)
+    try:
+        asyncio.run(serve(options))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_BAD_INPUT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

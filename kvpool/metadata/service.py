@@ -1,0 +1,283 @@
+"""The gRPC service over `DirectoryState`: reads requests, calls the state, relays its deltas to watchers.
+
+One event loop owns the state, so no lock is needed; long work (snapshots for watchers, sweeping) is cut into parts.
+A delta is serialised once for all watchers. A watcher that falls behind by `MAX_WATCH_EVENTS` loses its deltas and is
+given a new snapshot: its queue is bounded, and nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from kvpool.errors import CapacityError, KVPoolError, RequestError
+from kvpool.metadata import wire
+from kvpool.metadata.events import Delta
+from kvpool.metadata.index import placements
+from kvpool.metadata.rpc import error_metadata, status_of
+from kvpool.metadata.state import DirectoryState
+from kvpool.metadata.v1 import metadata_pb2 as pb
+from kvpool.types import WorkerId
+
+SERVICE_NAME = "kvpool.v1.MetadataService"
+MAX_WATCHERS = 256
+MAX_WATCH_EVENTS = 4_096
+MAX_LOOKUP_BLOCKS = 262_144
+SIGN_OF_LIFE_S = 1.0
+"""An idle watch stream says this often that it lives."""
+
+SNAPSHOT_PART_BLOCKS = 8_192
+TICK_S = 0.05
+SWEEP_BLOCKS = 8_192
+
+log = logging.getLogger(__name__)
+Context = Any  # grpc.aio.ServicerContext, generic over messages that have no types here
+
+
+class _Watcher:
+    """One watch stream's queue of serialised events."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.queue: asyncio.Queue[bytes] = asyncio.Queue(MAX_WATCH_EVENTS)
+        self.lost = False
+
+    def push(self, event: bytes) -> None:
+        """Queue an event; when it does not fit, everything queued is worthless and goes."""
+        if self.lost:
+            return
+        try:
+            self.queue.put_nowait(event)
+        except asyncio.QueueFull:
+            self.lost = True
+            self.drop()
+
+    def drop(self) -> None:
+        while not self.queue.empty():
+            self.queue.get_nowait()
+
+
+class MetadataService:
+    """Handlers of ``kvpool.v1.MetadataService``."""
+
+    def __init__(self, state: DirectoryState) -> None:
+        self.state = state
+        self._watchers: set[_Watcher] = set()
+        self._started_ns = time.monotonic_ns()
+        self._closing = asyncio.Event()
+
+    # -- unary --------------------------------------------------------------------------------------------------
+
+    async def join(self, request: Any) -> Any:
+        """See `DirectoryState.join`."""
+        info = wire.info_from_wire(request.info)
+        welcome, deltas = self.state.join(info, time.monotonic_ns())
+        self._relay(deltas)
+        return wire.welcome_to_wire(welcome)
+
+    async def heartbeat(self, request: Any) -> Any:
+        """See `DirectoryState.heartbeat`."""
+        answer = request.probe_answer if request.HasField("probe_answer") else None
+        key = wire.key_from_wire(request.key)
+        pulse, deltas = self.state.heartbeat(key, request.directory_epoch, answer, time.monotonic_ns())
+        self._relay(deltas)
+        return wire.pulse_to_wire(pulse)
+
+    async def report(self, request: Any) -> Any:
+        """See `DirectoryState.report`."""
+        for message in request.reports:
+            self._relay(self.state.report(wire.report_from_wire(message)))
+        return pb.ReportResponse()
+
+    async def lookup(self, request: Any) -> Any:
+        """See `DirectoryState.lookup`."""
+        chain = wire.unpack_hashes(request.hashes)
+        if len(chain) > MAX_LOOKUP_BLOCKS:
+            raise RequestError(f"a lookup takes at most {MAX_LOOKUP_BLOCKS} blocks, got {len(chain)}", field="hashes")
+        found = self.state.lookup(chain, request.group)
+        return pb.LookupResponse(directory_epoch=self.state.directory_epoch, workers=wire.prefixes_to_wire(found))
+
+    async def suspect(self, request: Any) -> Any:
+        """See `DirectoryState.suspect`."""
+        reporter = wire.key_from_wire(request.reporter) if request.HasField("reporter") else None
+        key = wire.key_from_wire(request.key)
+        started, deltas = self.state.suspect(
+            key, reporter, request.reason, token=secrets.randbits(63), now_ns=time.monotonic_ns()
+        )
+        if started:
+            log.warning("%s is suspected by %s: %s", key, reporter or "a router", request.reason)
+        self._relay(deltas)
+        return pb.SuspectResponse(started=started)
+
+    async def drain(self, request: Any) -> Any:
+        """See `DirectoryState.drain`."""
+        key, deltas = self.state.drain(WorkerId(request.worker_id))
+        self._relay(deltas)
+        return pb.DrainResponse(key=wire.key_to_wire(key))
+
+    async def leave(self, request: Any) -> Any:
+        """See `DirectoryState.leave`."""
+        self._relay(self.state.leave(wire.key_from_wire(request.key)))
+        return pb.LeaveResponse()
+
+    async def describe(self, request: Any) -> Any:
+        """Members, sizes, counters."""
+        del request
+        state = self.state
+        return pb.DescribeResponse(
+            directory_epoch=state.directory_epoch,
+            sequence=state.sequence,
+            uptime_ns=time.monotonic_ns() - self._started_ns,
+            lease_ns=state.limits.lease_ns,
+            entries=state.index.entries,
+            max_entries=state.limits.max_entries,
+            blocks=state.index.blocks,
+            watchers=len(self._watchers),
+            members=[
+                pb.MemberDescription(
+                    info=wire.info_to_wire(member.info),
+                    state=wire.state_to_wire(member.state),
+                    blocks=state.index.counts(member.info.key),
+                    load=wire.load_to_wire(member.report.load) if member.report else None,
+                )
+                for member in state.members()
+            ],
+            counters=wire.counters_to_wire(asdict(state.counters).items()),
+        )
+
+    # -- streams ------------------------------------------------------------------------------------------------
+
+    async def publish(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """See `DirectoryState.publish`. Reads one batch at a time: HTTP/2 flow control is the back-pressure."""
+        async for message in requests:
+            ack, deltas = self.state.publish(wire.batch_from_wire(message))
+            self._relay(deltas)
+            yield wire.ack_to_wire(ack)
+
+    async def watch(self, request: Any) -> AsyncIterator[bytes]:
+        """Snapshot, then deltas, as serialised ``WatchEvent``s; ends when the service closes."""
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise CapacityError(f"the service already feeds {MAX_WATCHERS} watchers", watchers=MAX_WATCHERS)
+        watcher = _Watcher(request.name)
+        self._watchers.add(watcher)
+        try:
+            while not self._closing.is_set():
+                watcher.drop()
+                watcher.lost = False
+                async for part in self._snapshot():
+                    yield part
+                while not watcher.lost and not self._closing.is_set():
+                    yield await self._next_event(watcher)
+                if watcher.lost:
+                    self.state.counters.watchers_dropped += 1
+                    log.warning("watcher %s was too slow and starts over from a snapshot", watcher.name)
+        finally:
+            self._watchers.discard(watcher)
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep the state's time until `close`."""
+        while not self._closing.is_set():
+            self._relay(self.state.tick(time.monotonic_ns(), SWEEP_BLOCKS))
+            try:
+                await asyncio.wait_for(self._closing.wait(), TICK_S)
+            except TimeoutError:
+                continue
+
+    def close(self) -> None:
+        """End `run` and all watch streams."""
+        self._closing.set()
+
+    # -- private ------------------------------------------------------------------------------------------------
+
+    def _relay(self, deltas: tuple[Delta, ...]) -> None:
+        if not self._watchers:
+            return
+        for delta in deltas:
+            event = pb.WatchEvent(delta=wire.delta_to_wire(delta)).SerializeToString()
+            for watcher in self._watchers:
+                watcher.push(event)
+
+    async def _next_event(self, watcher: _Watcher) -> bytes:
+        try:
+            return await asyncio.wait_for(watcher.queue.get(), SIGN_OF_LIFE_S)
+        except TimeoutError:
+            return b""  # an empty WatchEvent
+
+    async def _snapshot(self) -> AsyncIterator[bytes]:
+        """Serialised snapshot of this moment. What changes while it is sent follows as deltas."""
+        header, dump, owners = self.state.header(), self.state.index.dump(), self.state.index.slot_owners()
+        numbers = {member.info.key: number for number, member in enumerate(header.members)}
+        yield pb.WatchEvent(header=wire.header_to_wire(header)).SerializeToString()
+        part, blocks = [], 0
+        for placement in placements(dump, owners):
+            part.append(wire.placement_to_wire(placement, numbers))
+            blocks += len(placement.hashes)
+            if blocks >= SNAPSHOT_PART_BLOCKS:
+                yield pb.WatchEvent(part=pb.SnapshotPart(placements=part)).SerializeToString()
+                part, blocks = [], 0
+                await asyncio.sleep(0)  # heartbeats first
+        if part:
+            yield pb.WatchEvent(part=pb.SnapshotPart(placements=part)).SerializeToString()
+        yield pb.WatchEvent(end=pb.SnapshotEnd()).SerializeToString()
+
+
+def handlers(service: MetadataService) -> grpc.GenericRpcHandler[Any, Any]:
+    """The service's methods with errors mapped to statuses."""
+    unary: dict[str, tuple[Any, Any]] = {
+        "Join": (service.join, pb.JoinRequest),
+        "Heartbeat": (service.heartbeat, pb.HeartbeatRequest),
+        "Report": (service.report, pb.ReportRequest),
+        "Lookup": (service.lookup, pb.LookupRequest),
+        "Suspect": (service.suspect, pb.SuspectRequest),
+        "Drain": (service.drain, pb.DrainRequest),
+        "Leave": (service.leave, pb.LeaveRequest),
+        "Describe": (service.describe, pb.DescribeRequest),
+    }
+    methods: dict[str, Any] = {
+        name: grpc.unary_unary_rpc_method_handler(
+            _unary(method), request_deserializer=request.FromString, response_serializer=_serialise
+        )
+        for name, (method, request) in unary.items()
+    }
+    methods["Publish"] = grpc.stream_stream_rpc_method_handler(
+        _stream(service.publish), request_deserializer=pb.EventBatch.FromString, response_serializer=_serialise
+    )
+    methods["Watch"] = grpc.unary_stream_rpc_method_handler(
+        _stream(service.watch), request_deserializer=pb.WatchRequest.FromString, response_serializer=bytes
+    )
+    return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
+
+
+def _serialise(message: Any) -> bytes:
+    return bytes(message.SerializeToString())
+
+
+def _unary(method: Callable[[Any], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
+    async def handle(request: Any, context: Context) -> Any:
+        try:
+            return await method(request)
+        except KVPoolError as error:
+            await context.abort(status_of(error), error.message, error_metadata(error))
+
+    return handle
+
+
+def _stream(method: Callable[[Any], AsyncIterator[Any]]) -> Callable[[Any, Context], AsyncIterator[Any]]:
+    async def handle(request: Any, context: Context) -> AsyncIterator[Any]:
+        try:
+            async for response in method(request):
+                yield response
+        except KVPoolError as error:
+            await context.abort(status_of(error), error.message, error_metadata(error))
+
+    return handle
