@@ -17,7 +17,7 @@ from kvpool.hashing import Namespace
 from kvpool.layout import AttentionKind, KVGroup, KVLayout
 from kvpool.reports import WorkerReport
 from kvpool.request import FinishReason, GenerateRequest, RequestStats, SamplingParams, TokenChunk, TokenLogprobs
-from kvpool.types import BlockHash, BlockId, RequestId, Tier, WorkerKey
+from kvpool.types import BlockHash, BlockId, RequestId, Tier
 from workers.engine.base import SequenceSlice
 
 VOCAB = 97
@@ -143,10 +143,9 @@ class RecordingPublisher:
     def __init__(self) -> None:
         self.held: set[BlockHash] = set()
         self.reports: list[WorkerReport] = []
-        self.suspects: list[tuple[WorkerKey, str]] = []
         self._lock = threading.Lock()
 
-    def stored(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+    def stored(self, tier: Tier, hashes: Sequence[BlockHash], *, linked: bool = False) -> None:
         with self._lock:
             assert not self.held & set(hashes), "a block is announced twice"
             self.held |= set(hashes)
@@ -159,10 +158,6 @@ class RecordingPublisher:
     def report(self, report: WorkerReport) -> None:
         with self._lock:
             self.reports.append(report)
-
-    def suspect(self, key: WorkerKey, reason: str) -> None:
-        with self._lock:
-            self.suspects.append((key, reason))
 
 
 class Collector:

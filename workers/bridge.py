@@ -7,7 +7,7 @@ computed here, and every block before it is offered too.
 from __future__ import annotations
 
 from kvpool.errors import InvariantViolation
-from kvpool.store.segment import Segment
+from kvpool.store.segment import SealRequest, Segment
 from kvpool.types import BlockId
 from workers.block_table import PageState
 from workers.engine.base import Engine
@@ -41,8 +41,8 @@ class Bridge:
         computed_blocks = sequence.computed_tokens // table.block_tokens
         ready = table.sealable(computed_blocks)
         self._store(sequence, [index for index in ready if table.state(index) is PageState.BLANK])
-        for index in ready:
-            kept = self._segment.seal(_page(sequence, index), table.chain[index], table.parent_of(index))
+        fresh = [SealRequest(_page(sequence, index), table.chain[index], table.parent_of(index)) for index in ready]
+        for index, kept in zip(ready, self._segment.seal(fresh), strict=True):
             table.seal(index, kept)
         return len(ready)
 

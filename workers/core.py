@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvpool.config import WorkerConfig
 from kvpool.errors import RequestError, UnavailableError
 from kvpool.hashing import Namespace
 from kvpool.plan import Plan
-from kvpool.reports import WorkerLoad
+from kvpool.reports import LoadSample, WorkerLoad
 from kvpool.request import GenerateRequest
 from kvpool.store.arena import Arena
 from kvpool.store.segment import Segment, SegmentConfig
@@ -38,6 +39,7 @@ from workers.sequence import Sequence
 from workers.stopping import Decode
 
 JOIN_S = 60.0
+MAX_SAMPLES = 1024
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +90,7 @@ class WorkerCore:
         engine.attach_pages(self._arena.memory, num_blocks)
         self._lock = threading.RLock()
         self._draining = self._closed = False
+        self._samples: deque[LoadSample] = deque(maxlen=MAX_SAMPLES)  # no lock: a transport's thread must never wait
         gate, wake = Gate(self._block_tokens), threading.Event()
         self._scheduler = Scheduler(parts.config.scheduler, self.segment, gate)
         self._reporter = Reporter(parts.key, parts.publisher)
@@ -107,6 +110,7 @@ class WorkerCore:
                 decode=parts.decode,
                 load=self.load,
                 counters=self.counters,
+                samples=self._samples,
             )
         )
         self.segment.on_room(wake.set)
@@ -151,6 +155,10 @@ class WorkerCore:
     def cancel(self, request_id: RequestId) -> None:
         """End a request; its sink gets a chunk with `FinishReason.CANCELLED`. Unknown ids are fine."""
         self._loop.cancel(request_id)
+
+    def observe_load(self, sample: LoadSample) -> None:
+        """A read from one holder ended; for the loader, from any thread. Never waits, drops the oldest when full."""
+        self._samples.append(sample)
 
     def drain(self) -> None:
         """Take no new requests; running ones finish. `wait_idle` tells when."""
@@ -239,7 +247,7 @@ class WorkerCore:
             },
             "read_leases": self.segment.leases,
             "counters": counters,
-            "failures": {name.split(".", 1)[1]: count for name, count in counters.items() if "failures." in name},
+            "failures": _failures(counters),
         }
 
     def check(self) -> None:
@@ -276,3 +284,13 @@ class WorkerCore:
         for token in (*request.prompt, *request.generated):
             if not 0 <= token < vocab:
                 raise RequestError(f"token id {token} is outside [0, {vocab}), the model's vocabulary", token=token)
+
+
+def _failures(counters: Mapping[str, int]) -> dict[str, int]:
+    """Failures by kind, loads and requests together."""
+    by_kind: Counter[str] = Counter()
+    for name, count in counters.items():
+        family, _, code = name.partition(".")
+        if family in ("load_failures", "request_failures"):
+            by_kind[code] += count
+    return dict(by_kind)

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvpool.errors import CapacityError, DeadlineError, KVPoolError, NumericsError, RequestError, UnavailableError
-from kvpool.reports import PrefillSample, RequestOutcome, WorkerLoad
+from kvpool.reports import LoadSample, PrefillSample, RequestOutcome, WorkerLoad
 from kvpool.request import FinishReason, TokenChunk, TokenLogprobs
 from kvpool.types import RequestId, WorkerId
 from workers.bridge import Bridge
@@ -58,6 +59,7 @@ class LoopParts:
     decode: Decode | None
     load: Callable[[], WorkerLoad]
     counters: Callable[[], Mapping[str, int]]
+    samples: deque[LoadSample]
 
 
 @dataclass(slots=True)
@@ -187,6 +189,8 @@ class EngineLoop:
         parts = self._parts
         now_ns = parts.clock_ns()
         with parts.lock:
+            while parts.samples:
+                parts.reporter.load(parts.samples.popleft())
             if now_ns < parts.reporter.due_ns(now_ns):
                 return
             parts.reporter.send(now_ns, parts.load(), parts.counters())

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvpool.errors import KVPoolError
-from kvpool.reports import LoadSample
-from kvpool.types import WorkerKey
 from workers.ports import Load, Loader, LoadProgress
 from workers.reporter import Reporter
 from workers.scheduler import Scheduler
@@ -32,7 +30,7 @@ class Flights:
 
     Args:
         scheduler: whose orders these are.
-        reporter: gets a sample per source.
+        reporter: counts loads and failures.
         loader: starts loads; None when there is no data plane.
         block_bytes: bytes of one block.
         wake: called, from any thread, when a load changed.
@@ -85,7 +83,7 @@ class Flights:
             self._scheduler.land(order.flight)
             return
         self._flights[order.flight] = _Flight(order, load)
-        load.on_change(self._wake)
+        load.on_change(lambda _: self._wake())
 
     def cancel(self, flights: Iterable[int]) -> None:
         """Give loads up; they stay here until they are terminal."""
@@ -115,14 +113,10 @@ class Flights:
         return landed
 
     def _account(self, order: LoadOrder, progress: LoadProgress) -> None:
-        self._reporter.counters["bytes_loaded"] += progress.bytes_arrived
-        elapsed_ns = max(0, (progress.finished_ns or progress.started_ns) - progress.started_ns)
-        tally = order.sequence.tally
-        tally.load_ns = elapsed_ns
-        tally.load_failures += tuple(error.code for _, error in progress.failures)
-        failed: dict[WorkerKey, str] = {key: error.code for key, error in progress.failures}
-        for part in order.sequence.plan.loads:
-            blocks = sum(part.start <= index < part.stop for index in progress.arrived)
-            self._reporter.load(
-                LoadSample(part.holder, blocks * self._block_bytes, blocks, elapsed_ns, failed.get(part.holder))
-            )
+        counters, tally = self._reporter.counters, order.sequence.tally
+        counters["loads"] += 1
+        counters["bytes_loaded"] += progress.bytes_arrived
+        for code in progress.failures:
+            counters[f"load_failures.{code}"] += 1
+        tally.load_failures += tuple(progress.failures)
+        tally.load_ns = max(0, (progress.finished_ns or progress.started_ns) - progress.started_ns)

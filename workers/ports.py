@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from kvpool.errors import KVPoolError
 from kvpool.plan import Plan
 from kvpool.reports import WorkerReport
-from kvpool.types import BlockHash, RequestId, Tier, WorkerKey
+from kvpool.types import BlockHash, RequestId, Tier
 
 
 class LoadProgress(Protocol):
@@ -27,8 +26,8 @@ class LoadProgress(Protocol):
         """No byte of this load lands after this."""
 
     @property
-    def failures(self) -> Sequence[tuple[WorkerKey, KVPoolError]]:
-        """Sources that failed, and how."""
+    def failures(self) -> Sequence[str]:
+        """`KVPoolError.code` of every read that failed, and why the load was given up, in order."""
 
     @property
     def bytes_arrived(self) -> int:
@@ -52,7 +51,7 @@ class Load(Protocol):
     def cancel(self) -> None:
         """Give it up; its pages stay in use until it is terminal. Idempotent."""
 
-    def on_change(self, callback: Callable[[], None]) -> None:
+    def on_change(self, callback: Callable[[LoadProgress], None]) -> None:
         """Call ``callback`` from any thread after every arrival and once terminal; it must not block."""
 
 
@@ -66,14 +65,11 @@ class Loader(Protocol):
 class Publisher(Protocol):
     """Tells the directory; loses accuracy when it must, never blocks."""
 
-    def stored(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """These blocks can be read from now on."""
+    def stored(self, tier: Tier, hashes: Sequence[BlockHash], *, linked: bool = False) -> None:
+        """These blocks can be read from now on; ``linked`` when each is the child of the one before it."""
 
     def removed(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
         """These blocks are gone."""
 
     def report(self, report: WorkerReport) -> None:
         """What this worker has to say about itself."""
-
-    def suspect(self, key: WorkerKey, reason: str) -> None:
-        """A holder failed a load."""

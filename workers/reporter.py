@@ -56,10 +56,7 @@ class Reporter:
         self._keep(self._prefills, sample)
 
     def load(self, sample: LoadSample) -> None:
-        """One load from one holder ended."""
-        self.counters["loads"] += 1
-        if sample.failure is not None:
-            self.counters[f"load_failures.{sample.failure}"] += 1
+        """One read from one holder ended."""
         self._keep(self._loads, sample)
 
     def outcome(self, outcome: RequestOutcome) -> None:

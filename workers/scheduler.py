@@ -333,7 +333,7 @@ class Scheduler:
     def _wake_ns(self, now_ns: int) -> int | None:
         moments = [entry.deadline_ns for entry in self._running + self._waiting]
         for flight in self._flights.values():
-            if flight.sequence is not None:
+            if flight.sequence is not None and not flight.cancelled:
                 moments.append(self._gate.review_ns(flight.view, now_ns))
         return min(moments, default=None)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import xxhash
@@ -28,8 +29,8 @@ MAX_LEASES = 4096
 class StorePublisher(Protocol):
     """Whom a segment tells; must be thread-safe and must not block."""
 
-    def stored(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """These blocks can be read from now on."""
+    def stored(self, tier: Tier, hashes: Sequence[BlockHash], *, linked: bool = False) -> None:
+        """These blocks can be read from now on; ``linked`` when each is the child of the one before it."""
 
     def removed(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
         """These blocks are gone."""
@@ -52,6 +53,15 @@ class SegmentConfig:
     tier: Tier = Tier.HOST
     lease_ns: int = DEFAULT_LEASE_NS
     max_leases: int = MAX_LEASES
+
+
+@dataclass(frozen=True, slots=True)
+class SealRequest:
+    """A complete block and the identity it gets; ``parent`` is the hash of the chain before it."""
+
+    block_id: BlockId
+    block_hash: BlockHash
+    parent: BlockHash
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +157,27 @@ class Segment:
         """Byte offset of a block in the segment."""
         return block_id * self.config.block_bytes
 
-    def seal(self, block_id: BlockId, block_hash: BlockHash, parent: BlockHash | None) -> BlockId:
-        """Checksum a complete block, give it its identity and announce it; as `BlockPool.seal` otherwise."""
-        start = self.offset(block_id)
-        checksum = xxhash.xxh3_64_intdigest(self._memory[start : start + self.config.block_bytes])
+    def seal(self, blocks: Sequence[SealRequest]) -> list[BlockId]:
+        """Checksum complete blocks, give them their identities and announce them.
+
+        Args:
+            blocks: in chain order.
+
+        Returns:
+            For each the block to use from now on, as `BlockPool.seal`.
+        """
+        checksums = [self._checksum(block.block_id) for block in blocks]
         with self._lock:
-            kept = self._pool.seal(block_id, block_hash, parent)
-            if kept == block_id:
-                self._checksums[block_id] = checksum
-                self._publisher.stored(self.config.tier, (block_hash,))
+            kept: list[BlockId] = []
+            fresh: list[SealRequest] = []
+            for block, checksum in zip(blocks, checksums, strict=True):
+                kept.append(self._pool.seal(block.block_id, block.block_hash, block.parent))
+                if kept[-1] == block.block_id:
+                    self._checksums[block.block_id] = checksum
+                    fresh.append(block)
+            if fresh:
+                linked = all(child.parent == before.block_hash for before, child in pairwise(fresh))
+                self._publisher.stored(self.config.tier, [block.block_hash for block in fresh], linked=linked)
             return kept
 
     def held_hashes(self) -> list[BlockHash]:
@@ -210,6 +232,10 @@ class Segment:
         """As `BlockPool.check`."""
         with self._lock:
             self._pool.check()
+
+    def _checksum(self, block_id: BlockId) -> int:
+        start = self.offset(block_id)
+        return xxhash.xxh3_64_intdigest(self._memory[start : start + self.config.block_bytes])
 
     def _held(self, block_id: BlockId | None) -> HeldBlock | None:
         return None if block_id is None else HeldBlock(self.offset(block_id), self._checksums[block_id])
