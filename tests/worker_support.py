@@ -7,7 +7,7 @@ on every byte of the context's KV, and views start as garbage. Any wrong, missin
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -19,6 +19,7 @@ from kvpool.reports import WorkerReport
 from kvpool.request import FinishReason, GenerateRequest, RequestStats, SamplingParams, TokenChunk, TokenLogprobs
 from kvpool.types import BlockHash, BlockId, RequestId, Tier
 from workers.engine.base import SequenceSlice
+from workers.gate import Gate, LoadView, Ruling, Verdict
 
 VOCAB = 97
 WIDTH = 4  # uint64 words of KV per token
@@ -61,7 +62,7 @@ def reference(request: GenerateRequest, eos: frozenset[int] = frozenset()) -> li
 
 
 class FakeEngine:
-    """Implements `workers.engine.base.Engine` in numpy."""
+    """Implements `workers.engine.base.Engine` in numpy. ``running.clear()`` holds it before its next step."""
 
     def __init__(
         self,
@@ -78,6 +79,8 @@ class FakeEngine:
         self.vocab_size = VOCAB
         self.computed_tokens = 0
         self.steps = 0
+        self.running = threading.Event()
+        self.running.set()
         self._max_views = max_views
         self._views: dict[int, np.ndarray] = {}
         self._lengths: dict[int, int] = {}
@@ -120,6 +123,7 @@ class FakeEngine:
             self._pages[block_id] = self._views[slot][index * size : (index + 1) * size]
 
     def step(self, batch: Sequence[SequenceSlice]) -> list[TokenLogprobs | None]:
+        assert self.running.wait(30), "nobody let the engine go on"
         self.steps += 1
         return [self._run(part) for part in batch]
 
@@ -137,13 +141,20 @@ class FakeEngine:
         self._views.clear()
 
 
+class PatientGate(Gate):
+    """Waits for every load until its deadline, so that a test can say how many blocks are loaded."""
+
+    def rule(self, view: LoadView, missing_tokens: int, now_ns: int, *, idle: bool) -> Ruling:
+        return Ruling(Verdict.GIVE_UP if now_ns >= view.deadline_ns else Verdict.WAIT)
+
+
 class RecordingPublisher:
     """Keeps what it is told; replays stored and removed into the set a directory would show."""
 
     def __init__(self) -> None:
         self.held: set[BlockHash] = set()
         self.reports: list[WorkerReport] = []
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
 
     def stored(self, tier: Tier, hashes: Sequence[BlockHash], *, linked: bool = False) -> None:
         with self._lock:
@@ -158,6 +169,12 @@ class RecordingPublisher:
     def report(self, report: WorkerReport) -> None:
         with self._lock:
             self.reports.append(report)
+            self._lock.notify_all()
+
+    def wait_for(self, holds: Callable[[list[WorkerReport]], bool], timeout_s: float = 10.0) -> bool:
+        """Wait until the reports so far satisfy ``holds``."""
+        with self._lock:
+            return self._lock.wait_for(lambda: holds(self.reports), timeout_s)
 
 
 class Collector:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from kvpool.config import WorkerConfig
 from kvpool.errors import RequestError, UnavailableError
 from kvpool.hashing import Namespace
 from kvpool.plan import Plan
-from kvpool.reports import LoadSample, WorkerLoad
+from kvpool.reports import LoadSample, PrefillSample, WorkerLoad
 from kvpool.request import GenerateRequest
 from kvpool.store.arena import Arena
 from kvpool.store.segment import Segment, SegmentConfig
@@ -58,6 +58,7 @@ class CoreParts:
         make_loader: builds the loader over the started transport.
         decode: tokens → text, for stop strings.
         tier: where the segment lies.
+        gate: whether to wait for loads in flight; None for one that learns the prefill speed.
         clock_ns: monotonic clock.
         on_failure: called once, from the engine thread, when the engine broke.
     """
@@ -71,6 +72,7 @@ class CoreParts:
     make_loader: Callable[[Transport], Loader] | None = None
     decode: Decode | None = None
     tier: Tier = Tier.HOST
+    gate: Gate | None = None
     clock_ns: Callable[[], int] = time.monotonic_ns
     on_failure: Callable[[BaseException], None] | None = None
 
@@ -91,7 +93,7 @@ class WorkerCore:
         self._lock = threading.RLock()
         self._draining = self._closed = False
         self._samples: deque[LoadSample] = deque(maxlen=MAX_SAMPLES)  # no lock: a transport's thread must never wait
-        gate, wake = Gate(self._block_tokens), threading.Event()
+        gate, wake = parts.gate or Gate(self._block_tokens), threading.Event()
         self._scheduler = Scheduler(parts.config.scheduler, self.segment, gate)
         self._reporter = Reporter(parts.key, parts.publisher)
         self._flights = Flights(self._scheduler, self._reporter, self._start_loader(), block_bytes, wake.set)
@@ -159,6 +161,12 @@ class WorkerCore:
     def observe_load(self, sample: LoadSample) -> None:
         """A read from one holder ended; for the loader, from any thread. Never waits, drops the oldest when full."""
         self._samples.append(sample)
+
+    def observe_prefills(self, samples: Iterable[PrefillSample]) -> None:
+        """Passes timed before the worker served; they go out with the next report."""
+        with self._lock:
+            for sample in samples:
+                self._reporter.prefill(sample)
 
     def drain(self) -> None:
         """Take no new requests; running ones finish. `wait_idle` tells when."""
