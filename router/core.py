@@ -69,6 +69,7 @@ class RouterCore:
         max_records: bound on decision records.
         router_id: prefix of decision ids; keeps those of several routers apart.
         rng: for policies that are random by definition.
+        footprint: bytes of the model's KV; None takes them from the first member, without fixed bytes.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class RouterCore:
         max_records: int = 10_000,
         router_id: str = "r0",
         rng: Random | None = None,
+        footprint: Footprint | None = None,
     ) -> None:
         self._directory = directory
         self._clock_ns = clock_ns
@@ -95,7 +97,8 @@ class RouterCore:
         self._ledger = Ledger()
         self._records = RecordStore(max_records)
         self._keys: tuple[WorkerKey, ...] = ()
-        self._footprint: Footprint | None = None
+        self._given_footprint = footprint
+        self._footprint = footprint
         self._sequences: dict[WorkerKey, int] = {}
         self._worker_counters: dict[WorkerKey, dict[str, int]] = {}
         self._decided = 0
@@ -120,7 +123,12 @@ class RouterCore:
             self._fleet.set_totals(key, self._ledger.totals(key))
         snapshot = self.snapshot(meta.chain, now_ns)
         request = RequestView(
-            meta.request_id, meta.prompt_tokens, len(meta.chain), max_tokens=meta.max_tokens, exclude=meta.exclude
+            meta.request_id,
+            meta.prompt_tokens,
+            len(meta.chain),
+            max_tokens=meta.max_tokens,
+            exclude=meta.exclude,
+            chain=meta.chain,
         )
         decision = self._policy.choose(request, snapshot, self._rng)
         self._decided += 1
@@ -172,7 +180,7 @@ class RouterCore:
         if state is None:
             self._forget(key)
             return
-        if self._footprint is None or not len(self._fleet):
+        if self._given_footprint is None and not len(self._fleet):
             self._footprint = Footprint(info.block_tokens, info.block_bytes)
         view = WorkerView(
             key=key,
@@ -224,6 +232,10 @@ class RouterCore:
         self._counters["outcomes"] += 1
 
     # ---- telling
+
+    def members(self) -> frozenset[WorkerKey]:
+        """Incarnations known now."""
+        return frozenset(self._fleet.index)
 
     def record(self, request_id: RequestId) -> DecisionRecord | None:
         """Newest decision about a request, None when unknown or dropped."""

@@ -17,7 +17,7 @@ Source: SCIENCE study of this project (docs/science.md); the split point solves 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -117,20 +117,29 @@ class LoadInputs:
     failure: float
 
 
-def price_load(columns: Columns, inputs: LoadInputs, footprint: Footprint, costs: Costs) -> Priced:
-    """Load front-first from one holder, to its best boundary, then redo the rest."""
+def price_whole_load(columns: Columns, inputs: LoadInputs, footprint: Footprint, costs: Costs) -> Priced:
+    """Load everything one holder has, front-first, then redo the rest."""
     start = inputs.backlog + inputs.row.alpha_ns + footprint.fixed_bytes * inputs.row.byte_ns
     block_ns = footprint.block_bytes * inputs.row.byte_ns
     whole = np.full_like(start, inputs.held_blocks)
-    full = _load_to(columns, inputs, footprint, costs, whole, start + (whole - inputs.own_blocks) * block_ns)
+    arrival = start + (whole - inputs.own_blocks) * block_ns
+    priced = _load_to(columns, inputs, footprint, costs, whole, arrival)
+    return replace(priced, ttft_ns=np.where(whole > inputs.own_blocks, priced.ttft_ns, np.inf))
+
+
+def price_load(columns: Columns, inputs: LoadInputs, footprint: Footprint, costs: Costs) -> Priced:
+    """Load front-first from one holder, to its best boundary, then redo the rest."""
+    whole = price_whole_load(columns, inputs, footprint, costs)
+    start = inputs.backlog + inputs.row.alpha_ns + footprint.fixed_bytes * inputs.row.byte_ns
+    block_ns = footprint.block_bytes * inputs.row.byte_ns
     free = inputs.own_blocks + _free_blocks(columns, inputs, footprint, start, block_ns)
-    partial = (free > inputs.own_blocks) & (free < whole)
-    if partial.any():
-        boundary = np.where(partial, free, whole)
-        arrival = start + (boundary - inputs.own_blocks) * block_ns
-        full = _better(full, _load_to(columns, inputs, footprint, costs, boundary, arrival))
-    ttft = np.where(whole > inputs.own_blocks, full.ttft_ns, np.inf)
-    return Priced(ttft, full.happy_ns, full.gpu_ns, full.boundary, full.load_ns)
+    partial = (free > inputs.own_blocks) & (free < inputs.held_blocks)
+    if not partial.any():
+        return whole
+    boundary = np.where(partial, free, float(inputs.held_blocks))
+    arrival = start + (boundary - inputs.own_blocks) * block_ns
+    part = _load_to(columns, inputs, footprint, costs, boundary, arrival)
+    return _better(whole, replace(part, ttft_ns=np.where(partial, part.ttft_ns, np.inf)))
 
 
 def _free_blocks(columns: Columns, inputs: LoadInputs, footprint: Footprint, start: Floats, block_ns: Floats) -> Floats:
@@ -142,7 +151,7 @@ def _free_blocks(columns: Columns, inputs: LoadInputs, footprint: Footprint, sta
     cached = (inputs.own_blocks + free) * footprint.block_tokens
     redo_next = footprint.block_tokens * (columns.token_ns + columns.pair_ns * (cached + 0.5 * footprint.block_tokens))
     worth = (slack > 0.0) & ((free + 1.0) * block_ns - slack < redo_next)
-    return free + worth
+    return np.asarray(free + worth, dtype=np.float64)
 
 
 def _load_to(

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.reports import WorkerLoad
-from kvpool.types import MemberState, RequestId, Role, Tier, WorkerId, WorkerKey
+from kvpool.types import BlockHash, MemberState, RequestId, Role, Tier, WorkerId, WorkerKey
 from router.estimators import LinkCurve
 
 Floats = NDArray[np.float64]
@@ -39,6 +39,7 @@ class RequestView:
         chain_blocks: full blocks of the prompt.
         max_tokens: tokens to generate at most.
         exclude: incarnations that just failed this request.
+        chain: hashes of the full blocks, for rules that keep a tree of their own.
     """
 
     request_id: RequestId
@@ -46,6 +47,7 @@ class RequestView:
     chain_blocks: int
     max_tokens: int = 1
     exclude: frozenset[WorkerKey] = frozenset()
+    chain: tuple[BlockHash, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Routing policies by name."""
+"""Routing policies by name: ours, and the rules of other routers as baselines."""
 
 from __future__ import annotations
 
@@ -7,12 +7,31 @@ from collections.abc import Callable
 
 from kvpool.errors import ConfigError
 from router.policies.base import Policy
+from router.policies.cache_aware import LLMD, Dynamo, SGLangCacheAware, llmd_pull
 from router.policies.ours import KVPoolPolicy, redo_only
+from router.policies.simple import Affinity, LeastLoaded, LMetric, RandomRule, RoundRobin
+from router.policies.timed import Gorgo, Mooncake, Plain, Preble
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "kvpool": KVPoolPolicy,
     "redo_only": redo_only,
+    "random": RandomRule,
+    "round_robin": RoundRobin,
+    "least_loaded": LeastLoaded,
+    "affinity": Affinity,
+    "plain": Plain,
+    "sglang": SGLangCacheAware,
+    "dynamo": Dynamo,
+    "llm-d": LLMD,
+    "llm-d-pull": llmd_pull,
+    "mooncake": Mooncake,
+    "preble": Preble,
+    "lmetric": LMetric,
+    "gorgo": Gorgo,
 }
+
+NEVER_LOADS = frozenset(POLICIES) - {"kvpool", "mooncake", "llm-d-pull"}
+"""Policies that only redo."""
 
 
 def make_policy(name: str) -> Policy:
@@ -29,4 +48,4 @@ def make_policy(name: str) -> Policy:
     return maker()
 
 
-__all__ = ["POLICIES", "KVPoolPolicy", "Policy", "make_policy", "redo_only"]
+__all__ = ["NEVER_LOADS", "POLICIES", "KVPoolPolicy", "Policy", "make_policy", "redo_only"]

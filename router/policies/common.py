@@ -1,0 +1,142 @@
+"""What every rule needs: the facts of one request, and a decision built from the worker a rule picked.  (pure)"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+
+from kvpool.plan import PlanKind
+from router import cost
+from router.cost import Costs, LoadInputs, Priced
+from router.decide import Decision, eligible_workers
+from router.planning import Params, PlanPrices, build_plan, build_promise
+from router.signals import Bools, Floats, Holding, RequestView, Snapshot, holdings
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One request against one snapshot, as columns in the order of the workers.
+
+    Attributes:
+        candidates: positions of eligible workers in key order, so that rules do not depend on the snapshot's order.
+        own: blocks each worker holds; ``own_tokens`` the same in tokens.
+        wait: predicted wait for the GPU.
+        redo: predicted prefill of what the worker lacks.
+    """
+
+    request: RequestView
+    snapshot: Snapshot
+    eligible: Bools
+    candidates: list[int]
+    held: list[Holding]
+    own: Floats
+    wait: Floats
+    redo: Floats
+
+    @property
+    def own_tokens(self) -> Floats:
+        """Prompt tokens each worker holds."""
+        return self.own * self.snapshot.footprint.block_tokens
+
+    @property
+    def uncached_tokens(self) -> Floats:
+        """Prompt tokens each worker lacks."""
+        return self.request.prompt_tokens - self.own_tokens
+
+    def least(self, values: Floats, rng: Random | None = None) -> int:
+        """Candidate with the least value; the first in key order among equals, or a random one."""
+        best = min(float(values[i]) for i in self.candidates)
+        tied = [i for i in self.candidates if float(values[i]) == best]
+        return rng.choice(tied) if rng is not None and len(tied) > 1 else tied[0]
+
+    def best_holder(self, reader: int) -> Holding | None:
+        """The longest prefix of any other worker that may be read; the first in key order among equals."""
+        columns = self.snapshot.columns
+        others = [item for item in self.held if item.position != reader and columns.holder[item.position]]
+        return min(others, key=lambda item: (-item.blocks, columns.rank[item.position]), default=None)
+
+
+def gather(request: RequestView, snapshot: Snapshot, costs: Costs) -> Facts:
+    """Work the facts out.
+
+    Raises:
+        UnavailableError: no worker is eligible.
+    """
+    eligible = eligible_workers(request, snapshot)
+    columns = snapshot.columns
+    held = holdings(request, snapshot)
+    own = np.zeros(len(columns))
+    for holding in held:
+        own[holding.position] = holding.blocks
+    order: Sequence[int] = np.argsort(columns.rank).tolist()
+    return Facts(
+        request=request,
+        snapshot=snapshot,
+        eligible=eligible,
+        candidates=[i for i in order if eligible[i]],
+        held=held,
+        own=own,
+        wait=cost.wait_ns(columns, snapshot.now_ns, costs),
+        redo=cost.prefill_ns(columns, request.prompt_tokens, own * snapshot.footprint.block_tokens),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Base of the baselines: how a picked worker becomes a decision with the same prices and promises as ours."""
+
+    params: Params = field(default_factory=Params)
+
+    def facts(self, request: RequestView, snapshot: Snapshot) -> Facts:
+        """See `gather`."""
+        return gather(request, snapshot, self.params.costs)
+
+    def redo_on(self, facts: Facts, position: int) -> Decision:
+        """Redo what the worker at ``position`` lacks."""
+        redo = PlanPrices(PlanKind.REDO, None, cost.price_redo(facts.wait, facts.redo, facts.own))
+        return self._decision(facts, (redo,), redo, position)
+
+    def load_on(self, facts: Facts, position: int, source: Holding) -> Decision:
+        """Load everything the source has and the worker lacks, then redo the rest."""
+        redo = PlanPrices(PlanKind.REDO, None, cost.price_redo(facts.wait, facts.redo, facts.own))
+        if source.blocks <= facts.own[position]:
+            return self._decision(facts, (redo,), redo, position)
+        load = PlanPrices(PlanKind.LOAD, source, self._whole_load(facts, source))
+        return self._decision(facts, (redo, load), load, position)
+
+    def _whole_load(self, facts: Facts, source: Holding) -> Priced:
+        """The price of loading all the source has, without choosing a boundary."""
+        snapshot = facts.snapshot
+        key = snapshot.workers[source.position].key
+        now_ns = snapshot.now_ns
+        backlog_out = max(float(snapshot.columns.out_free_ns[source.position]) - now_ns, 0.0)
+        backlog_in = np.maximum(snapshot.columns.in_free_ns - now_ns, 0.0)
+        inputs = LoadInputs(
+            wait=facts.wait,
+            redo=facts.redo,
+            own_blocks=facts.own,
+            held_blocks=source.blocks,
+            total_tokens=facts.request.prompt_tokens,
+            backlog=np.maximum(backlog_in, backlog_out),
+            row=snapshot.links.row(key.worker_id, source.tier, now_ns),
+            failure=snapshot.failures.probability(key, now_ns),
+        )
+        return cost.price_whole_load(snapshot.columns, inputs, snapshot.footprint, self.params.costs)
+
+    def _decision(self, facts: Facts, prices: tuple[PlanPrices, ...], chosen: PlanPrices, position: int) -> Decision:
+        snapshot = facts.snapshot
+        own = int(facts.own[position])
+        plan = build_plan(snapshot, self.params, facts.held, chosen, position, own)
+        return Decision(
+            request_id=facts.request.request_id,
+            worker=snapshot.workers[position].key,
+            position=position,
+            plan=plan,
+            price_ns=round(float(chosen.priced.ttft_ns[position])),
+            prices=prices,
+            promise=build_promise(facts.request, snapshot, plan, chosen, position, own),
+            own_blocks=own,
+        )
