@@ -1,8 +1,8 @@
 """Which worker holds which blocks, and how long a prefix of a chain each of them holds.  (pure)
 
-`PrefixIndex` gives every worker a *slot* and keeps, per attention group, a table of block → bitmask of
-(slot, tier) pairs (`kvpool.metadata.masks`). One lookup finds the prefix of every worker at once: it follows the chain
-and drops workers from a mask of those still alive.
+`PrefixIndex` gives every worker a *slot* and every tier a *lane*, in the order of first use, and keeps, per attention
+group, a table of block → bitmask of (lane, slot) pairs (`kvpool.metadata.masks`). One lookup finds the prefix of every
+worker at once: it follows the chain and drops workers from a mask of those still alive.
 
 - A worker's prefix ends at its first missing block, wherever the hole came from.
 - Events may come twice, in any order, children before parents; storing is idempotent and removing the unknown is not
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.errors import CapacityError, InvariantViolation, StaleError
-from kvpool.metadata.masks import MAX_PIECE_BLOCKS, MaskTable, block_hash, block_key
+from kvpool.metadata.masks import MaskTable, block_hash, block_key
 from kvpool.types import BlockHash, Tier, WorkerKey
 
 Prefixes = dict[WorkerKey, dict[Tier, int]]
@@ -35,6 +35,9 @@ largest value. Workers without the first block do not appear.
 DEFAULT_MAX_ENTRIES = 10_000_000
 DEFAULT_MAX_WORKERS = 1024
 MAX_DECODED_MASKS = 4096
+FRUITLESS_PAUSE = 64
+"""After an attempt to join pieces that gained nothing, this many chances are let go: an attempt costs many lookups."""
+
 _TIERS = len(Tier)
 
 
@@ -105,9 +108,11 @@ class PrefixIndex:
         self._visible = 0
         self._entries = 0
         self._tier_entries = [0] * _TIERS
+        self._lanes: dict[Tier, int] = {}
         self._retired: list[_Slot] = []
         self._sweep: _Sweep | None = None
         self._decoded: dict[int, tuple[int, ...]] = {}
+        self._learn_pause = 0
         self.refused_blocks = 0
         self.unknown_removals = 0
 
@@ -248,7 +253,7 @@ class PrefixIndex:
                 return True
             bits = 0
             for slot in self._retired:
-                for tier in Tier:
+                for tier in self._lanes:
                     bits |= self._bit(slot, tier)
             work = [(table, table.keys()) for table in self._tables.values()]
             self._sweep, self._retired = _Sweep(self._retired, bits, work), []
@@ -282,13 +287,15 @@ class PrefixIndex:
         table = self._tables.get(group)
         if table is None or not chain:
             return {}
-        if not any(self._tier_entries[1:]):
-            steps, pieces = self._descend(table, chain)
-            result = {key: {Tier.DEVICE: blocks} for key, blocks in self._decode(steps)}
+        tiers = [tier for tier in Tier if self._tier_entries[tier]]
+        if len(tiers) == 1:
+            shift = self._lanes[tiers[0]] * self._width
+            steps, pieces = self._descend(table, chain, self._visible << shift)
+            result = {key: {tiers[0]: blocks} for key, blocks in self._decode(steps, shift)}
         else:
-            result, pieces = self._descend_tiers(table, chain)
-        if learn and pieces > 2 and pieces * MAX_PIECE_BLOCKS > len(chain):
-            table.learn(chain)
+            result, pieces = self._descend_tiers(table, chain, tiers)
+        if learn and pieces:
+            self._learn(table, chain)
         return result
 
     def holders(self, item: BlockHash, *, group: int = 0) -> dict[WorkerKey, tuple[Tier, ...]]:
@@ -296,8 +303,8 @@ class PrefixIndex:
         table = self._tables.get(group)
         mask = 0 if table is None else table.mask(block_key(item))
         found: dict[WorkerKey, tuple[Tier, ...]] = {}
-        for tier in Tier:
-            for key, _ in self._decode([(1, (mask >> tier * self._width) & self._visible)]):
+        for tier, lane in sorted(self._lanes.items()):
+            for key, _ in self._decode([(1, (mask >> lane * self._width) & self._visible)]):
                 found[key] = (*found.get(key, ()), tier)
         return found
 
@@ -315,8 +322,8 @@ class PrefixIndex:
         for key, holder in self._holders.items():
             for slot in (holder.slot, holder.incoming):
                 if slot is not None:
-                    for tier in Tier:
-                        owners[tier * self._width + slot.number] = (key, tier, slot is holder.incoming)
+                    for tier, lane in self._lanes.items():
+                        owners[lane * self._width + slot.number] = (key, tier, slot is holder.incoming)
         return owners
 
     def check(self) -> None:
@@ -346,7 +353,8 @@ class PrefixIndex:
             raise StaleError("the index does not know this worker; it has to join first", worker=str(key)) from None
 
     def _bit(self, slot: _Slot, tier: Tier) -> int:
-        return 1 << (tier * self._width + slot.number)
+        lane = self._lanes.setdefault(tier, len(self._lanes))
+        return 1 << (lane * self._width + slot.number)
 
     def _count(self, slot: _Slot, tier: Tier, change: int) -> None:
         slot.counts[tier] += change
@@ -396,12 +404,19 @@ class PrefixIndex:
         holder.slot = slot
         self.set_visible(key, holder.visible)
 
-    def _descend(self, table: MaskTable, chain: Sequence[BlockHash]) -> tuple[list[tuple[int, int]], int]:
-        """Where workers leave the chain, as (blocks, mask of those whose prefix ends there); and stretches seen."""
-        alive, last, pieces = self._visible, 0, 0
+    def _learn(self, table: MaskTable, chain: Sequence[BlockHash]) -> None:
+        if self._learn_pause:
+            self._learn_pause -= 1
+        elif not table.learn(chain):
+            self._learn_pause = FRUITLESS_PAUSE
+
+    def _descend(self, table: MaskTable, chain: Sequence[BlockHash], alive: int) -> tuple[list[tuple[int, int]], int]:
+        """Where ``alive`` bits leave the chain, as (blocks, bits); and how many neighbours could be one run."""
+        last = pieces = before = 0
         steps: list[tuple[int, int]] = []
         for stop, mask in table.walk(chain):
-            pieces += 1
+            pieces += mask == before
+            before = mask
             keep = alive & mask
             if keep != alive:
                 if last:
@@ -414,33 +429,36 @@ class PrefixIndex:
             steps.append((last, alive))
         return steps, pieces
 
-    def _descend_tiers(self, table: MaskTable, chain: Sequence[BlockHash]) -> tuple[Prefixes, int]:
+    def _descend_tiers(self, table: MaskTable, chain: Sequence[BlockHash], tiers: list[Tier]) -> tuple[Prefixes, int]:
         """`_descend` for "in this tier or a faster one", all tiers in one walk."""
-        alive = [self._visible] * _TIERS
-        steps: list[list[tuple[int, int]]] = [[] for _ in Tier]
-        last = pieces = 0
+        shifts = [self._lanes[tier] * self._width for tier in tiers]
+        alive = [self._visible] * len(tiers)
+        steps: list[list[tuple[int, int]]] = [[] for _ in tiers]
+        last = pieces = before = 0
         for stop, mask in table.walk(chain):
-            pieces += 1
+            pieces += mask == before
+            before = mask
             reach = 0
-            for tier in range(_TIERS):
-                reach |= mask >> (tier * self._width)
-                keep = alive[tier] & reach
-                if last and keep != alive[tier]:
-                    steps[tier].append((last, alive[tier] ^ keep))
-                alive[tier] = keep
+            for number, shift in enumerate(shifts):
+                reach |= mask >> shift
+                keep = alive[number] & reach
+                if last and keep != alive[number]:
+                    steps[number].append((last, alive[number] ^ keep))
+                alive[number] = keep
             last = stop
             if not alive[-1]:
                 break
         result: Prefixes = {}
-        for tier in Tier if last else ():
-            for key, blocks in self._decode([*steps[tier], (last, alive[tier])]):
+        for number, tier in enumerate(tiers if last else ()):
+            for key, blocks in self._decode([*steps[number], (last, alive[number])]):
                 known = result.setdefault(key, {})
                 if blocks > max(known.values(), default=0):
                     known[tier] = blocks
         return result, pieces
 
-    def _decode(self, steps: list[tuple[int, int]]) -> Iterator[tuple[WorkerKey, int]]:
-        for blocks, mask in steps:
+    def _decode(self, steps: list[tuple[int, int]], shift: int = 0) -> Iterator[tuple[WorkerKey, int]]:
+        for blocks, bits in steps:
+            mask = bits >> shift
             for number in self._decoded.get(mask) or self._slots_of(mask):
                 key = self._keys[number]
                 if key is not None:

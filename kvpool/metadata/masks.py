@@ -27,9 +27,6 @@ MIN_RUN_BLOCKS = 4
 MAX_RUN_BLOCKS = 512
 """Longer paths become several runs, so that cutting one stays cheap."""
 
-MAX_PIECE_BLOCKS = 8
-"""`MaskTable.learn` joins stretches whose pieces are shorter than this on average."""
-
 MAX_SHARED_MASKS = 16_384
 """Equal masks of loose blocks are one object while at most this many are known."""
 
@@ -148,16 +145,20 @@ class MaskTable:
                 position = _follow(chain, position, key, found.members)
                 yield position, found.mask
 
-    def learn(self, chain: Sequence[BlockHash]) -> None:
-        """Join neighbours of ``chain`` that have equal masks into runs. The chain must come from real tokens."""
-        position, keys = 0, [block_key(item) for item in chain]
+    def learn(self, chain: Sequence[BlockHash]) -> bool:
+        """Join neighbours of ``chain`` that have equal masks into runs; False when there was nothing to gain.
+
+        The chain must come from real tokens: its order is what the runs are made of.
+        """
+        position, keys, joined = 0, [block_key(item) for item in chain], False
         while position < len(keys) and (mask := self.mask(keys[position])):
             stop = position + 1
             end = min(len(keys), position + MAX_RUN_BLOCKS)
             while stop < end and self.mask(keys[stop]) == mask:
                 stop += 1
-            self._join(mask, tuple(keys[position:stop]))
+            joined |= self._join(mask, tuple(keys[position:stop]))
             position = stop
+        return joined
 
     def clear(self, bits: int, keys: Sequence[int]) -> None:
         """Clear ``bits`` wherever they occur in the blocks of ``keys`` and in the runs these belong to."""
@@ -279,20 +280,25 @@ class MaskTable:
         else:
             del self._blocks[key]
 
-    def _join(self, mask: int, keys: tuple[int, ...]) -> None:
-        """Make ``keys``, consecutive and of one mask, one run, if they are in many pieces.
+    def _join(self, mask: int, keys: tuple[int, ...]) -> bool:
+        """Make ``keys``, consecutive and of one mask, one run, if that leaves fewer pieces than there were.
 
-        Two branches of one trunk cannot both own it: joining only the fragmented keeps lookups of the one and of the
-        other from taking the trunk away from each other for ever.
+        A run that goes on beyond ``keys``, because another branch shares its beginning, leaves its rest behind as a
+        piece. Without the condition two branches would take their trunk away from each other for ever.
         """
-        pieces = sum(1 if isinstance(found := self._blocks[key], int) else found.members[0] == key for key in keys)
-        if len(keys) < MIN_RUN_BLOCKS or pieces <= 2 or pieces * MAX_PIECE_BLOCKS < len(keys):
-            return
-        touched = {id(found): found for key in keys if isinstance(found := self._blocks[key], Run)}
-        self._put(mask, keys)
+        if len(keys) < MIN_RUN_BLOCKS:
+            return False
+        found = [self._blocks[key] for key in keys]
+        runs = {id(item): item for item in found if isinstance(item, Run)}
+        loose = sum(1 for item in found if isinstance(item, int))
         inside = set(keys)
-        for run in touched.values():
+        rests = sum(1 for run in runs.values() if not inside.issuperset(run.members))
+        if len(runs) + loose <= 1 + rests:
+            return False
+        self._put(mask, keys)
+        for run in runs.values():
             self._strip(run, inside)
+        return True
 
     def _strip(self, run: Run, inside: set[int]) -> None:
         """Shrink ``run`` to its members outside ``inside``: at most one stretch before and one after."""
