@@ -153,12 +153,14 @@ class RecordingPublisher:
 
     def __init__(self) -> None:
         self.held: set[BlockHash] = set()
+        self.linked: list[bool] = []
         self.reports: list[WorkerReport] = []
         self._lock = threading.Condition()
 
     def stored(self, tier: Tier, hashes: Sequence[BlockHash], *, linked: bool = False) -> None:
         with self._lock:
             assert not self.held & set(hashes), "a block is announced twice"
+            self.linked.append(linked)
             self.held |= set(hashes)
 
     def removed(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:

@@ -257,15 +257,14 @@ class Scheduler:
                 return
 
     def _ready(self, sequence: Sequence, beat: _Beat, *, idle: bool) -> bool:
-        if sequence.flight is not None:
-            run = sequence.table.readable_run(0, sequence.full_blocks)
-            if sequence.table.state(run) is PageState.FLYING:
-                verdict = self._rule(sequence, beat.now_ns, idle=idle).verdict
-                if verdict is Verdict.WAIT and not (idle and run):
-                    return False
-        self._adopt(sequence, 0)
-        run = sequence.table.readable_run(0, sequence.full_blocks)
-        return not self._claimed(sequence, run, beat)
+        table = sequence.table
+        run = table.readable_run(0, sequence.full_blocks)
+        if table.state(run) is PageState.FLYING and self._blocks.lookup(table.chain[run]) is None:
+            waits = self._rule(sequence, beat.now_ns, idle=idle).verdict is Verdict.WAIT
+            if waits and not (idle and run):
+                return False
+        self._adopt(sequence, run)
+        return not self._claimed(sequence, table.readable_run(0, sequence.full_blocks), beat)
 
     def _use_idle(self, beat: _Beat) -> None:
         """No prefill is ready, so the GPU would idle: who waits for its load fills in what came, or computes."""
