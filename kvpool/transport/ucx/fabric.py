@@ -22,6 +22,7 @@ from ucxx._lib.arr import Array
 
 from kvpool.errors import KVPoolError
 from kvpool.transport.ucx.errors import FOREIGN, from_ucx
+from kvpool.transport.ucx.ucp import FailedEndpointClose, close_failed_endpoint
 from kvpool.transport.wire import MAX_MESSAGE_BYTES
 
 _ANY_TAG = libucxx.UCXXTag(0)
@@ -66,6 +67,7 @@ class Connection:
     def __init__(self, endpoint: Any, peer: str) -> None:
         self._endpoint = endpoint
         self._closed = False
+        self._failed_close: FailedEndpointClose | None = None
         self.peer = peer
 
     @property
@@ -103,10 +105,18 @@ class Connection:
         if self._closed:
             return
         self._closed = True
+        if not self._endpoint.alive:  # ucxx ignores a close after a failure
+            self._failed_close = close_failed_endpoint(int(self._endpoint.handle))
+            return
         try:
             self._endpoint.close_blocking()
         except FOREIGN as error:
             raise from_ucx(error, "closing", self.peer) from error
+
+    @property
+    def closed(self) -> bool:
+        """Whether UCX is done with a connection that `close` was called on."""
+        return self._failed_close is None or self._failed_close.completed()
 
 
 class Port:

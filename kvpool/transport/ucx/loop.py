@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 ACTIVE_BLOCK_S = 0.005
 IDLE_BLOCK_S = 1.0
 ARRIVALS_PER_STEP = 64
+PROGRESS_PER_STEP = 16  # UCX steps between two looks at messages and timers; one moves at most a run
 
 Command = Callable[[int], None]
 """Runs on the progress thread; gets the time."""
@@ -129,8 +130,11 @@ class ProgressLoop:
 
     def _step(self, now_ns: int) -> bool:
         moved = self._run_commands(now_ns)
-        moved |= self._fabric.reader.progress()
-        moved |= self._fabric.server.progress()
+        for port in (self._fabric.reader, self._fabric.server):
+            for _ in range(PROGRESS_PER_STEP):
+                if not port.progress():
+                    break
+                moved = True
         moved |= self._receive(self._fabric.reader, self._reader, now_ns)
         moved |= self._receive(self._fabric.server, self._server, now_ns)
         moved |= self._reader.step(now_ns)
@@ -198,6 +202,7 @@ class ProgressLoop:
         while self._reader.active or self._server.active:
             self._fabric.reader.progress_all()
             self._fabric.server.progress_all()
+            self._run_commands(self._clock_ns())
             self._reader.step(self._clock_ns())
             self._server.step(self._clock_ns())
             time.sleep(ACTIVE_BLOCK_S)

@@ -21,9 +21,8 @@ import bisect
 import contextlib
 import itertools
 import os
+from collections import deque
 from dataclasses import dataclass, field
-
-import xxhash
 
 from kvpool import errors
 from kvpool.errors import (
@@ -39,6 +38,7 @@ from kvpool.transport.base import BlockStatus, Peer
 from kvpool.transport.handle import LocalEnd, ReadTask
 from kvpool.transport.ucx.fabric import Connection, Operation, Port
 from kvpool.transport.ucx.settings import UcxOptions
+from kvpool.transport.verify import INLINE_BYTES, Check, Verdicts, Verifier
 from kvpool.transport.wire import (
     CONTROL_TAG,
     MAX_PULL_BLOCKS,
@@ -75,6 +75,12 @@ class Reading:
     last_progress_ns: int = 0
     gave_up_ns: int | None = None
 
+    def note_give_up(self, error: KVPoolError, now_ns: int) -> None:
+        """Remember the first reason and since when."""
+        if self.gave_up_ns is None:
+            self.gave_up_ns = now_ns
+            self.task.give_up(error)
+
 
 @dataclass(slots=True, eq=False)
 class OpenPull:
@@ -90,7 +96,7 @@ class OpenPull:
     open_runs: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PostedRun:
     """A run whose receive is posted."""
 
@@ -110,7 +116,7 @@ class Link:
     last_progress_ns: int
     waiting: list[tuple[int, int, OpenPull]] = field(default_factory=list)
     asked: dict[int, OpenPull] = field(default_factory=dict)
-    posted: list[PostedRun] = field(default_factory=list)
+    posted: deque[PostedRun] = field(default_factory=deque)
     readings: set[Reading] = field(default_factory=set)
     in_flight_bytes: int = 0
     broken_ns: int | None = None
@@ -119,8 +125,9 @@ class Link:
 class ReaderHalf:
     """Reads blocks from peers into ``segment``."""
 
-    def __init__(self, port: Port, local: LocalEnd, options: UcxOptions) -> None:
+    def __init__(self, port: Port, local: LocalEnd, options: UcxOptions, verifier: Verifier) -> None:
         self._port = port
+        self._verifier = verifier
         self._key = local.key
         self._segment = local.segment
         self._block_bytes = local.block_bytes
@@ -323,6 +330,10 @@ class ReaderHalf:
         ]
         ready.sort(key=lambda item: item[:2])
         for _, _, link, pull in ready:
+            if link.in_flight_bytes > self._options.link_window_bytes // 2:
+                continue  # a message per freed run would cost more than it gains
+            if len(link.posted) > self._options.link_window_runs // 2:
+                continue
             before = pull.granted
             try:
                 while self._fits(link, pull):
@@ -364,50 +375,72 @@ class ReaderHalf:
 
     # ── arriving ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _collect(self, link: Link, now_ns: int) -> bool:
+    def _collect(self, link: Link, now_ns: int, *, everything: bool = False) -> bool:
+        """Take receives that completed, from the front; they complete nearly in order, and looking at each costs."""
         finished: list[PostedRun] = []
-        still: list[PostedRun] = []
-        for posted in link.posted:
-            (finished if posted.operation.completed else still).append(posted)
+        while link.posted and link.posted[0].operation.completed:
+            finished.append(link.posted.popleft())
+        if everything:
+            finished += [posted for posted in link.posted if posted.operation.completed]
+            link.posted = deque(posted for posted in link.posted if posted not in finished)
         if not finished:
             return False
-        link.posted = still
-        failure: KVPoolError | None = None
-        touched: dict[Reading, None] = {}
+        good: list[PostedRun] = []
+        failed: list[tuple[PostedRun, KVPoolError]] = []
         for posted in finished:
             link.in_flight_bytes -= posted.run_bytes
             self._in_flight_bytes -= posted.run_bytes
-            posted.pull.open_runs -= 1
             error = posted.operation.error()
-            if error is None:
-                self._verify(posted)
-                posted.pull.reading.last_progress_ns = link.last_progress_ns = now_ns
-                touched[posted.pull.reading] = None
-            failure = failure or error
-        for reading in touched:
-            reading.task.publish()
-        for posted in finished:
-            self._maybe_end_pull(link, posted.pull, now_ns)
-        if failure is not None and link.broken_ns is None:
-            self._break(link, self._reason(link, failure), now_ns)
+            if error is not None:
+                failed.append((posted, error))
+                continue
+            posted.pull.reading.last_progress_ns = link.last_progress_ns = now_ns
+            good.append(posted)
+        if good:
+            self._verify(link, good, now_ns)
+        if failed:  # the link first: it gives the reads a reason to end with
+            self._break(link, self._reason(link, failed[0][1]), now_ns)
+        for posted, _ in failed:
+            self._end_run(link, posted.pull, now_ns)
         self._grant_due = True
         return True
 
-    def _verify(self, posted: PostedRun) -> None:
-        """Check every block of a run that landed. A read that was given up keeps what still arrived intact."""
-        pull, size = posted.pull, self._block_bytes
-        blocks = pull.reading.task.request.blocks
-        intact: list[int] = []
-        corrupt: list[int] = []
-        for index in range(posted.run.first, posted.run.first + posted.run.blocks):
-            at = blocks[pull.base + index].dest_offset
-            good = xxhash.xxh3_64_intdigest(self._segment[at : at + size]) == pull.checksums[index]
-            (intact if good else corrupt).append(pull.base + index)
-        pull.reading.task.mark(intact, BlockStatus.ARRIVED)
-        pull.reading.task.mark(corrupt, BlockStatus.CORRUPT)
-        self.blocks_read += len(intact)
-        self.bytes_read += len(intact) * size
-        self.corrupt_blocks += len(corrupt)
+    def _verify(self, link: Link, arrived: list[PostedRun], now_ns: int) -> None:
+        """Check every block of runs that landed, here or on the verifier's thread."""
+        checks = [self._check_of(posted) for posted in arrived]
+        if sum(posted.run_bytes for posted in arrived) <= INLINE_BYTES:
+            self._judge(link, arrived, [check.run() for check in checks], now_ns)
+        else:
+            self._verifier.submit(checks, lambda verdicts, then_ns: self._judge(link, arrived, verdicts, then_ns))
+
+    def _check_of(self, posted: PostedRun) -> Check:
+        pull, run = posted.pull, posted.run
+        start = pull.reading.task.request.blocks[pull.base + run.first].dest_offset
+        sums = pull.checksums[run.first : run.first + run.blocks]
+        expected = tuple(total for total in sums if total is not None)
+        return Check(self._segment[start : start + posted.run_bytes], self._block_bytes, expected)
+
+    def _judge(self, link: Link, arrived: list[PostedRun], verdicts: Verdicts, now_ns: int) -> None:
+        """Settle the blocks of verified runs. A read that was given up keeps what still arrived intact."""
+        touched: dict[Reading, None] = {}
+        for posted, verdict in zip(arrived, verdicts, strict=True):
+            first = posted.pull.base + posted.run.first
+            task = posted.pull.reading.task
+            task.mark((first + step for step, good in enumerate(verdict) if good), BlockStatus.ARRIVED)
+            if not all(verdict):
+                task.mark((first + step for step, good in enumerate(verdict) if not good), BlockStatus.CORRUPT)
+            self.blocks_read += sum(verdict)
+            self.bytes_read += sum(verdict) * self._block_bytes
+            self.corrupt_blocks += len(verdict) - sum(verdict)
+            touched[posted.pull.reading] = None
+        for reading in touched:
+            reading.task.publish()
+        for posted in arrived:
+            self._end_run(link, posted.pull, now_ns)
+
+    def _end_run(self, link: Link, pull: OpenPull, now_ns: int) -> None:
+        pull.open_runs -= 1
+        self._maybe_end_pull(link, pull, now_ns)
 
     def _maybe_end_pull(self, link: Link, pull: OpenPull, now_ns: int) -> None:
         if pull.open_runs or pull.sequence not in link.asked:
@@ -435,9 +468,7 @@ class ReaderHalf:
     def _give_up(self, reading: Reading, error: KVPoolError, now_ns: int) -> None:
         """Stop one read: drop what was not granted, let the rest drain."""
         link = reading.link
-        if reading.gave_up_ns is None:
-            reading.gave_up_ns = now_ns
-            reading.task.give_up(error)
+        reading.note_give_up(error, now_ns)
         dropped = [item for item in link.waiting if item[2].reading is reading]
         link.waiting = [item for item in link.waiting if item[2].reading is not reading]
         reading.pulls_left -= len(dropped)
@@ -457,10 +488,12 @@ class ReaderHalf:
         link.broken_ns = now_ns
         self._links.pop(link.peer.key, None)
         self._fencing.append(link)
+        for reading in link.readings:  # before anything completes: what ends from here on ends with this reason
+            reading.note_give_up(error, now_ns)
         with contextlib.suppress(KVPoolError):  # then its receives stay open, and its reads quarantined
             link.connection.close()
         self._port.progress_all()
-        self._collect(link, now_ns)
+        self._collect(link, now_ns, everything=True)
         for reading in list(link.readings):
             self._give_up(reading, error, now_ns)
         self._next_tick_ns = 0
@@ -470,6 +503,7 @@ class ReaderHalf:
             if not link.connection.alive:
                 self._break(link, self._reason(link), now_ns)
                 continue
+            self._collect(link, now_ns, everything=True)
             for reading in list(link.readings):
                 if link.broken_ns is None:
                     self._look_at(link, reading, now_ns)
@@ -478,11 +512,11 @@ class ReaderHalf:
         still = []
         for link in self._fencing:
             self._port.progress_all()
-            self._collect(link, now_ns)
-            if link.posted:
+            self._collect(link, now_ns, everything=True)
+            if link.posted or link.readings or not link.connection.closed:
                 still.append(link)
         self._fencing = still
-        late = [link for link in still if now_ns - (link.broken_ns or 0) > self._options.fence_ns]
+        late = [link for link in still if link.posted and now_ns - (link.broken_ns or 0) > self._options.fence_ns]
         self.quarantined_reads = sum(len(link.readings) for link in late)
 
     def _look_at(self, link: Link, reading: Reading, now_ns: int) -> None:

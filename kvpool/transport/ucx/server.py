@@ -9,7 +9,7 @@ connection is closed by force, which makes the sends terminal.
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from kvpool.errors import CapacityError, IncompatibleError, IntegrityError, KVPoolError, StaleError
@@ -49,7 +49,7 @@ class Serve:
     held: tuple[HeldBlock | None, ...]
     ends_at_ns: int
     granted: int = 0
-    sends: list[Operation] = field(default_factory=list)
+    sends: deque[Operation] = field(default_factory=deque)
     over: bool = False  # nothing more will be sent
 
 
@@ -234,10 +234,10 @@ class ServerHalf:
     def _collect(self, link: ReaderLink, now_ns: int) -> bool:
         moved = False
         for serve in list(link.serves.values()):
-            open_sends = [send for send in serve.sends if not send.completed]
-            moved |= len(open_sends) < len(serve.sends)
-            serve.sends = open_sends
-            if serve.over and not open_sends:
+            while serve.sends and serve.sends[0].completed:
+                serve.sends.popleft()
+                moved = True
+            if serve.over and not serve.sends:
                 del link.serves[serve.sequence]
                 self._source.unpin(serve.lease_id)
                 moved = True
@@ -271,4 +271,4 @@ class ServerHalf:
         for link in self._fencing:
             self._port.progress_all()
             self._collect(link, now_ns)
-        self._fencing = [link for link in self._fencing if link.serves]
+        self._fencing = [link for link in self._fencing if link.serves or not link.connection.closed]

@@ -1,12 +1,17 @@
 """How the UCX context is configured, and the bounds of the transport. No I/O.
 
 Every UCX setting is passed to the context, never through the environment, so that other users of UCX in the process
-(NIXL, NCCL plug-ins) are left alone. Two settings are not negotiable because the fence rests on them:
+(NIXL, NCCL plug-ins) are left alone. Some are not negotiable because the fence rests on them. A receive must not be
+reported complete while bytes still land, and must complete soon after its connection is closed by force; measured, this
+holds for rendezvous in which the receiver reads (CMA, RDMA) or gets active-message fragments (TCP), and for messages
+of one fragment. It does not hold for *put* rendezvous (bytes land after completion) nor for eager messages of many
+fragments (a receive that lost its sender in the middle never completes). Therefore:
 
-* ``RNDV_SCHEME=get_zcopy``: with *put* schemes a receive was seen complete while bytes still landed.
-* ``RNDV_THRESH`` small: a multi-fragment eager message has the same flaw.
-
-``CMA_MEMORY_INVALIDATE=y`` lets error handling and CMA coexist; without it UCX falls back to TCP inside one host.
+* ``RNDV_SCHEME`` is ``auto`` (reads over CMA, active messages over TCP) or ``get_zcopy`` where RDMA is installed; with
+  ``get_zcopy`` TCP falls back to eager;
+* ``TCP_PUT_ENABLE=n``, or ``auto`` would choose put over TCP;
+* ``RNDV_THRESH`` is small, so that what is longer than a fragment is a rendezvous;
+* ``CMA_MEMORY_INVALIDATE=y`` lets error handling and CMA coexist; without it UCX falls back to TCP inside one host.
 """
 
 from __future__ import annotations
@@ -14,19 +19,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvpool.errors import ConfigError
+
 KIB = 1 << 10
 MIB = 1 << 20
 MS = 1_000_000
 S = 1_000_000_000
 
 SAFETY_SETTINGS: Mapping[str, str] = {
-    "RNDV_SCHEME": "get_zcopy",
     "RNDV_THRESH": "8192",
+    "TCP_PUT_ENABLE": "n",
     "CMA_MEMORY_INVALIDATE": "y",
 }
 """Cannot be overridden."""
 
+SAFE_SCHEMES = ("auto", "get_zcopy")
+
 DEFAULT_SETTINGS: Mapping[str, str] = {
+    "RNDV_SCHEME": "auto",
     "WARN_UNUSED_ENV_VARS": "n",
     "TCP_TX_SEG_SIZE": "256K",
     "TCP_RX_SEG_SIZE": "256K",
@@ -79,5 +89,15 @@ class UcxOptions:
     max_links: int = 1024
 
     def context_settings(self) -> dict[str, str]:
-        """What the UCX context is created with."""
-        return {**DEFAULT_SETTINGS, **self.settings, **SAFETY_SETTINGS}
+        """What the UCX context is created with.
+
+        Raises:
+            ConfigError: a setting would take the fence away.
+        """
+        merged = {**DEFAULT_SETTINGS, **self.settings, **SAFETY_SETTINGS}
+        if merged["RNDV_SCHEME"] not in SAFE_SCHEMES:
+            raise ConfigError(
+                f"RNDV_SCHEME={merged['RNDV_SCHEME']} lets bytes land after a read ended; use {SAFE_SCHEMES}",
+                field="RNDV_SCHEME",
+            )
+        return merged

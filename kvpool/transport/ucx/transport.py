@@ -12,10 +12,11 @@ from kvpool.errors import CapacityError, RequestError, TransferCancelledError
 from kvpool.transport.base import BlockSource, ReadRequest, TransportStats
 from kvpool.transport.handle import LocalEnd, ReadTask, SegmentShape, flat_bytes
 from kvpool.transport.ucx.fabric import Fabric
-from kvpool.transport.ucx.loop import ProgressLoop
+from kvpool.transport.ucx.loop import Command, ProgressLoop
 from kvpool.transport.ucx.reader import ReaderHalf
 from kvpool.transport.ucx.server import ServerHalf
 from kvpool.transport.ucx.settings import UcxOptions
+from kvpool.transport.verify import Verifier
 from kvpool.types import WorkerKey
 
 CLOSE_LIMIT_S = 5.0
@@ -28,11 +29,15 @@ class _Running:
         self, fabric: Fabric, local: LocalEnd, source: BlockSource, options: UcxOptions, clock_ns: Callable[[], int]
     ) -> None:
         self.shape = SegmentShape(len(local.segment), local.block_bytes)
-        self.reader = ReaderHalf(fabric.reader, local, options)
+        self.verifier = Verifier(f"kvpool-verify-{local.key}", self._deliver)
+        self.reader = ReaderHalf(fabric.reader, local, options, self.verifier)
         self.server = ServerHalf(fabric.server, local, source, options)
         self.loop = ProgressLoop(
             fabric, self.reader, self.server, spin_ns=options.spin_ns, clock_ns=clock_ns, name=f"kvpool-ucx-{local.key}"
         )
+
+    def _deliver(self, command: Command) -> None:
+        self.loop.post(command)
 
 
 class UcxTransport:
@@ -125,4 +130,5 @@ class UcxTransport:
         self._closing = True
         if self._running is not None:
             self._running.loop.stop()
-            self._running.loop.join(CLOSE_LIMIT_S)
+            if self._running.loop.join(CLOSE_LIMIT_S):
+                self._running.verifier.stop()
