@@ -285,7 +285,7 @@ class Scheduler:
         count = 0
         if not self._claimed(sequence, start // size, beat) or start % size:
             count = self._count(sequence, start, beat, idle=idle)
-        if not run and not count:
+        if not count and not (run and idle):
             return
         fill = tuple(page for page in map(table.page, range(first, first + run)) if page is not None)
         samples = count > 0 and start + count == len(sequence.tokens)
