@@ -213,7 +213,7 @@ def test_a_gpu_with_nothing_else_to_do_computes_a_load_that_is_too_slow() -> Non
     assert bench.beat() == [("a", 0, 0, 8)]
     bench.now_ns = 10**6
     bench.scheduler.progress(bench.orders["a"].flight, {0, 1, 2, 3})
-    assert bench.beat() == [("a", 2, 16, 4)], "what came meanwhile is used"
+    assert bench.beat() == [("a", 2, 16, 6)], "what came meanwhile is used"
     assert sequence.table.sealed_blocks == 0, "pages a load may still write are not offered"
     bench.scheduler.land(bench.orders["a"].flight)
     bench.beat()
