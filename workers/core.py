@@ -93,8 +93,9 @@ class WorkerCore:
         self._lock = threading.RLock()
         self._draining = self._closed = False
         self._samples: deque[LoadSample] = deque(maxlen=MAX_SAMPLES)  # no lock: a transport's thread must never wait
-        gate, wake = parts.gate or Gate(self._block_tokens), threading.Event()
-        self._scheduler = Scheduler(parts.config.scheduler, self.segment, gate)
+        wake = threading.Event()
+        self._gate = parts.gate or Gate(self._block_tokens)
+        self._scheduler = Scheduler(parts.config.scheduler, self.segment, self._gate)
         self._reporter = Reporter(parts.key, parts.publisher)
         self._flights = Flights(self._scheduler, self._reporter, self._start_loader(), block_bytes, wake.set)
         self._loop = EngineLoop(
@@ -102,7 +103,7 @@ class WorkerCore:
                 worker_id=parts.key.worker_id,
                 engine=engine,
                 scheduler=self._scheduler,
-                gate=gate,
+                gate=self._gate,
                 bridge=Bridge(engine, self.segment),
                 flights=self._flights,
                 reporter=self._reporter,
@@ -163,9 +164,10 @@ class WorkerCore:
         self._samples.append(sample)
 
     def observe_prefills(self, samples: Iterable[PrefillSample]) -> None:
-        """Passes timed before the worker served; they go out with the next report."""
+        """Prefill passes measured before the first request; the gate learns from them, the router is told."""
         with self._lock:
             for sample in samples:
+                self._gate.observe(sample.new_tokens, sample.elapsed_ns)
                 self._reporter.prefill(sample)
 
     def drain(self) -> None:
