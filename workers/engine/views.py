@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kvpool.errors import CapacityError, InvariantViolation
@@ -21,6 +22,9 @@ from kvpool.types import BlockId
 
 MIN_CAPACITY_TOKENS = 256
 """Capacities are rounded up to this times a power of two, so that closed views fit new sequences."""
+
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+"""Integer dtype of the same width as an element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +120,32 @@ def map_pages(memory: memoryview, shape: ViewShape, num_blocks: int, dtype: torc
 def load_pages(view: torch.Tensor, pages: torch.Tensor, first_block: int, block_ids: Sequence[BlockId]) -> None:
     """Copy pages into blocks ``first_block ...`` of a view."""
     for offset, page_start, page_stop in _runs(block_ids):
-        source = pages[page_start:page_stop].to(view.device)
-        _as_blocks(view, first_block + offset, source.shape[0], pages.shape[4]).copy_(source.permute(1, 2, 3, 0, 4, 5))
+        source = pages[page_start:page_stop].permute(1, 2, 3, 0, 4, 5)
+        _copy(_as_blocks(view, first_block + offset, page_stop - page_start, pages.shape[4]), source)
 
 
 def store_pages(view: torch.Tensor, pages: torch.Tensor, first_block: int, block_ids: Sequence[BlockId]) -> None:
     """Copy blocks ``first_block ...`` of a view into pages, the inverse of `load_pages`."""
     for offset, page_start, page_stop in _runs(block_ids):
         blocks = _as_blocks(view, first_block + offset, page_stop - page_start, pages.shape[4])
-        pages[page_start:page_stop].copy_(blocks.permute(3, 0, 1, 2, 4, 5))
+        _copy(pages[page_start:page_stop], blocks.permute(3, 0, 1, 2, 4, 5))
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy between tensors of equal shape and dtype.
+
+    On the CPU by one thread, through numpy. Torch would split each run over its threads and wait for the slowest:
+    a little faster on idle cores, but tens of times slower when workers share them, because every run then waits for
+    a thread to be scheduled.
+    """
+    if target.device.type == "cpu" and source.device.type == "cpu":
+        integers = _INTEGERS[target.dtype.itemsize]  # numpy knows no bfloat16; the bits are what is copied
+        np.copyto(target.view(integers).numpy(), source.view(integers).numpy())
+    elif source.device.type == "cpu":
+        # One contiguous run travels to the device, where the permutation is cheap.
+        target.copy_(source.permute(3, 0, 1, 2, 4, 5).to(target.device).permute(1, 2, 3, 0, 4, 5))
+    else:
+        target.copy_(source.contiguous().to(target.device))
 
 
 def _as_blocks(view: torch.Tensor, first_block: int, count: int, block_tokens: int) -> torch.Tensor:
