@@ -22,7 +22,9 @@ from kvpool.metadata.v1 import metadata_pb2 as pb
 from kvpool.metadata.v1.metadata_pb2_grpc import MetadataServiceStub
 from kvpool.types import BlockHash, WorkerId, WorkerKey
 
-DEFAULT_TIMEOUT_S = 3.0
+DEFAULT_TIMEOUT_S = 2.0
+MIN_SHARE_S = 0.05
+ROUND_PAUSE_S = 0.05
 
 
 class Endpoint:
@@ -152,23 +154,29 @@ class MetadataClient:
         return self._one_of(lambda endpoint, timeout_s: endpoint.call(method, request, timeout_s))
 
     def _one_of(self, call: Callable[[Endpoint, float], Any]) -> Any:
-        """Ask the replicas in turn until one answers; each gets an equal share of the time that is left."""
+        """Ask the replicas in turn, round after round, until one answers or the deadline is over.
+
+        A round gives each replica an equal share of the time that is left, so that one that hangs cannot use it up.
+        """
         deadline_s = time.monotonic() + self._timeout_s
-        first = self._first
-        for tried in range(len(self._endpoints)):
-            number = (first + tried) % len(self._endpoints)
-            share_s = max(0.05, deadline_s - time.monotonic()) / (len(self._endpoints) - tried)
-            try:
-                reply = call(self._endpoints[number], share_s)
-            except UnavailableError as error:
-                last = error
+        while True:
+            first = self._first
+            for tried in range(len(self._endpoints)):
+                number = (first + tried) % len(self._endpoints)
+                share_s = max(MIN_SHARE_S, deadline_s - time.monotonic()) / (len(self._endpoints) - tried)
+                try:
+                    reply = call(self._endpoints[number], share_s)
+                except UnavailableError as error:
+                    last = error
+                    with self._lock:
+                        self.failovers += 1
+                    continue
                 with self._lock:
-                    self.failovers += 1
-                continue
-            with self._lock:
-                self._first = number
-            return reply
-        raise last
+                    self._first = number
+                return reply
+            if time.monotonic() + ROUND_PAUSE_S >= deadline_s:
+                raise last
+            time.sleep(ROUND_PAUSE_S)
 
     def _all(self, method: str, request: Any) -> list[Any]:
         """Tell every replica; an answer from one is enough. A replica's refusal is raised when none accepted."""

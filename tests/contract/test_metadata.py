@@ -255,7 +255,8 @@ def test_publishers_start_while_the_service_is_down_and_join_later(server: Threa
 
 
 def test_calls_without_a_service_fail_with_a_typed_error(rig: Rig) -> None:
-    client = rig.client(["127.0.0.1:1"])
+    client = MetadataClient(["127.0.0.1:1"], timeout_s=0.3)
+    rig.closers.append(client)
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
         client.lookup(hashes(1))
     with pytest.raises(RequestError, match="HOST:PORT"):
