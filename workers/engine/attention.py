@@ -36,7 +36,7 @@ class SliceViews:
         row_begin, row_end: the slice's rows in the packed step.
         write_keys, write_values: per layer ``[kv_head, new tokens, dim]``, where this step's K/V goes.
         read_keys, read_values: per layer ``[1, kv_head, context, dim]``, everything up to the slice's end.
-        mask: ``[new tokens, context]`` bool, True where a token may look; None when no mask is needed.
+        mask: ``[new tokens, context]``, added to the scores: 0 or -inf; None when no mask is needed.
         causal: plain causal attention from position 0.
     """
 
@@ -76,7 +76,8 @@ def slice_views(view: torch.Tensor, *, row_begin: int, start: int, stop: int) ->
     rows = stop - start
     mask = None
     if start > 0 and rows > 1:
-        mask = torch.ones(rows, stop, dtype=torch.bool, device=view.device).tril_(start)
+        # Additive: a boolean mask would be converted again in every layer.
+        mask = torch.full((rows, stop), -torch.inf, dtype=view.dtype, device=view.device).triu_(start + 1)
     return SliceViews(
         row_begin=row_begin,
         row_end=row_begin + rows,

@@ -77,7 +77,12 @@ class Engine(Protocol):
     def step(self, batch: Sequence[SequenceSlice]) -> list[TokenLogprobs | None]:
         """Compute every slice, appending its KV to its view; one entry a slice, None where ``sampling`` is None.
 
-        The draw at a position depends only on (seed, position). Greedy takes the first maximum.
+        The draw at a position depends only on (seed, position). Greedy takes the first maximum. A step may be
+        repeated: the same slices write the same KV again.
+
+        Raises:
+            NumericsError: logits of some slices are not finite; ``details["slots"]`` names them, comma-separated.
+                The caller ends those requests and steps again with the others.
         """
 
     def shutdown(self) -> None:
