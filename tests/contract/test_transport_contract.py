@@ -1,4 +1,4 @@
-"""One suite over every transport, both ends in this process. Faults that need processes are in the multiprocess layer."""
+"""One suite over every transport, both ends in this process. Faults that need processes: the multiprocess layer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from kvpool.errors import IntegrityError, PeerGoneError, RequestError, StaleErro
 from kvpool.transport import create_transport
 from kvpool.transport.base import BlockStatus, Peer, ReadProgress, ReadState, Transport
 from kvpool.transport.memory import MemoryTransport
+from kvpool.transport.shaping import ShapingTransport
 from kvpool.transport.ucx import UcxOptions, UcxTransport
 from kvpool.types import WorkerEpoch, WorkerId, WorkerKey
-from tests.contract.transport_rig import MS, POISON, S, End, block_hash, eventually, pattern, request, start_end
+from tests.contract.transport_rig import MS, POISON, End, S, block_hash, eventually, pattern, request, start_end
 
 BLOCK = 64 * 1024
 BLOCKS = 64
@@ -23,6 +24,8 @@ MAKERS: dict[str, Callable[[], Transport]] = {
     "memory": MemoryTransport,
     "ucx": UcxTransport,
     "ucx-tcp": lambda: UcxTransport(UcxOptions(settings={"TLS": "tcp,self"})),
+    "shaped-memory": lambda: ShapingTransport(MemoryTransport()),
+    "shaped-ucx": lambda: ShapingTransport(UcxTransport()),
 }
 
 
@@ -147,7 +150,7 @@ def test_a_holder_that_answers_late_costs_a_typed_error_within_the_deadline(ends
     release = threading.Event()
     holder.store.on_pin = lambda: release.wait(5) and None
     handle = reader.transport.read(request(holder.peer, [1, 2], BLOCK, deadline_ns=50 * MS, stall_ns=S))
-    if isinstance(holder.transport, MemoryTransport):
+    if holder.transport.name == "memory":
         release.set()  # in one process the reader's thread pins; it cannot be late and look at its watch too
         progress = handle.wait(20 * S)
         assert progress.state is ReadState.DONE
@@ -163,7 +166,7 @@ def test_a_holder_that_answers_late_costs_a_typed_error_within_the_deadline(ends
 
 def test_a_holder_that_says_nothing_is_dropped_at_the_stall_bound(ends: tuple[End, End]) -> None:
     holder, reader = ends
-    if isinstance(holder.transport, MemoryTransport):
+    if holder.transport.name == "memory":
         pytest.skip("in one process a holder cannot be silent")
     release = threading.Event()
     holder.store.on_pin = lambda: release.wait(5) and None
