@@ -37,6 +37,10 @@ CALL_TIMEOUT_S = 2.0
 STREAM_STALL_NS = 10_000_000_000
 """A stream whose oldest batch is unanswered this long is opened again."""
 
+MIN_SNAPSHOT_PAUSE_NS = 50_000_000
+MAX_SNAPSHOT_PAUSE_NS = 5_000_000_000
+"""Least time between two snapshots; doubles while they follow each other closely, so that no fault becomes a storm."""
+
 MAX_QUEUED_REPORTS = 256
 MAX_QUEUED_SUSPICIONS = 256
 REPORTS_PER_CALL = 32
@@ -75,6 +79,8 @@ class Link:
         self._sent_ns: deque[tuple[int, int]] = deque()
         self._call: Any = None
         self._stream_number = 0
+        self._snapshot_after_ns = 0
+        self._snapshot_pause_ns = MIN_SNAPSHOT_PAUSE_NS
         self._state: MemberState | None = None
         self._last_error = ""
         self._counters = dict.fromkeys(
@@ -293,6 +299,8 @@ class Link:
                     return
                 due = self._outbox.snapshot_due
                 if due:
+                    if not self._may_snapshot(time.monotonic_ns()):
+                        continue
                     self._outbox.begin_snapshot()
                     self._sent_ns.clear()
                 batch = None if due else self._outbox.next_batch()
@@ -307,6 +315,17 @@ class Link:
             blocks = self._take_snapshot()
             with self._lock:
                 self._outbox.load_snapshot(blocks)
+
+    def _may_snapshot(self, now_ns: int) -> bool:
+        """Whether the next snapshot may begin; waits a little when it may not."""
+        if now_ns < self._snapshot_after_ns:
+            self._events_wake.wait((self._snapshot_after_ns - now_ns) / 1e9)
+            return False
+        hasty = now_ns - self._snapshot_after_ns < self._snapshot_pause_ns
+        doubled = min(2 * self._snapshot_pause_ns, MAX_SNAPSHOT_PAUSE_NS)
+        self._snapshot_pause_ns = doubled if hasty else MIN_SNAPSHOT_PAUSE_NS
+        self._snapshot_after_ns = now_ns + self._snapshot_pause_ns
+        return True
 
     def _stalled(self) -> bool:
         """The oldest batch in flight waits too long for its answer."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import groupby
 
 from kvpool.metadata.events import BatchAck, BlockAction, BlockEvent, EventBatch, Welcome
 from kvpool.types import BlockHash, Tier, WorkerKey
@@ -105,8 +104,10 @@ class Outbox:
         if not self._taking:
             return
         self._taking, self._snapshot = False, deque()
-        for tier, items in groupby(blocks, key=lambda block: block[0]):
-            hashes = [item for _, item in items]
+        by_tier: dict[Tier, list[BlockHash]] = {}
+        for tier, item in blocks:
+            by_tier.setdefault(tier, []).append(item)
+        for tier, hashes in by_tier.items():
             for start in range(0, len(hashes), MAX_BATCH_BLOCKS):
                 part = tuple(hashes[start : start + MAX_BATCH_BLOCKS])
                 self._snapshot.append(BlockEvent(BlockAction.STORED, tier, part))
@@ -159,14 +160,9 @@ class Outbox:
         self._unsent = min(self._unsent, len(self._in_flight))
 
     def _take_queued(self) -> tuple[BlockEvent, ...]:
-        events: list[BlockEvent] = []
-        blocks = 0
-        while self._queue and len(events) < MAX_BATCH_EVENTS and blocks < MAX_BATCH_BLOCKS:
-            event = self._queue.popleft()
-            events.append(event)
-            blocks += len(event.hashes)
-        self._queued_blocks -= blocks
-        return tuple(events)
+        events = _take(self._queue)
+        self._queued_blocks -= sum(len(event.hashes) for event in events)
+        return events
 
     def _batch(
         self, events: tuple[BlockEvent, ...], *, snapshot_begin: bool = False, snapshot_end: bool = False
@@ -178,9 +174,20 @@ class Outbox:
         )  # fmt: skip
 
     def _snapshot_batch(self, snapshot: deque[BlockEvent]) -> EventBatch:
-        events = (snapshot.popleft(),) if snapshot else ()
+        events = _take(snapshot)
         begin, end = not self._snapshot_begun, not snapshot
         self._snapshot_begun = True
         if end:
             self._snapshot = None
         return self._batch(events, snapshot_begin=begin, snapshot_end=end)
+
+
+def _take(queue: deque[BlockEvent]) -> tuple[BlockEvent, ...]:
+    """The next events for one batch."""
+    events: list[BlockEvent] = []
+    blocks = 0
+    while queue and len(events) < MAX_BATCH_EVENTS and blocks < MAX_BATCH_BLOCKS:
+        event = queue.popleft()
+        events.append(event)
+        blocks += len(event.hashes)
+    return tuple(events)

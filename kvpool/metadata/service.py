@@ -211,7 +211,8 @@ class MetadataService:
         try:
             return await asyncio.wait_for(watcher.queue.get(), SIGN_OF_LIFE_S)
         except TimeoutError:
-            return b""  # an empty WatchEvent
+            alive = pb.Alive(directory_epoch=self.state.directory_epoch, sequence=self.state.sequence)
+            return _serialise(pb.WatchEvent(alive=alive))
 
     async def _snapshot(self) -> AsyncIterator[bytes]:
         """Serialised snapshot of this moment. What changes while it is sent follows as deltas."""

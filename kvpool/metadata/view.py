@@ -133,6 +133,11 @@ class DirectoryView:
                 copy.members[change.report.key] = WatchedMember(known.info, known.state, change.report)
         return True
 
+    def is_current(self, directory_epoch: int, sequence: int) -> bool:
+        """Whether the copy contains everything up to ``sequence``; if not, a new snapshot is needed."""
+        copy = self._copy
+        return self.complete and copy.directory_epoch == directory_epoch and copy.sequence >= sequence
+
     def prefixes(self, chain: Sequence[BlockHash], *, group: int = 0, learn: bool = True) -> Prefixes:
         """See `PrefixIndex.prefixes`; the chain is trusted unless ``learn`` is off."""
         return self._copy.index.prefixes(chain, group=group, learn=learn)

@@ -219,6 +219,8 @@ class MetadataWatcher:
                     return False
                 self._counters["deltas"] += 1
                 deltas.append(delta)
+            elif kind == "alive" and not self._view.is_current(message.alive.directory_epoch, message.alive.sequence):
+                return False
             self._changed.notify_all()
         if kind == "end":
             self._tell_differences()

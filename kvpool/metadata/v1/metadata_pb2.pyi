@@ -359,6 +359,14 @@ class SnapshotEnd(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Alive(_message.Message):
+    __slots__ = ("directory_epoch", "sequence")
+    DIRECTORY_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    directory_epoch: int
+    sequence: int
+    def __init__(self, directory_epoch: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
+
 class MemberChanged(_message.Message):
     __slots__ = ("info", "state")
     INFO_FIELD_NUMBER: _ClassVar[int]
@@ -392,16 +400,18 @@ class Delta(_message.Message):
     def __init__(self, directory_epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., member: _Optional[_Union[MemberChanged, _Mapping]] = ..., gone: _Optional[_Union[MemberGone, _Mapping]] = ..., blocks: _Optional[_Union[EventBatch, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ...) -> None: ...
 
 class WatchEvent(_message.Message):
-    __slots__ = ("header", "part", "end", "delta")
+    __slots__ = ("header", "part", "end", "delta", "alive")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
     header: SnapshotHeader
     part: SnapshotPart
     end: SnapshotEnd
     delta: Delta
-    def __init__(self, header: _Optional[_Union[SnapshotHeader, _Mapping]] = ..., part: _Optional[_Union[SnapshotPart, _Mapping]] = ..., end: _Optional[_Union[SnapshotEnd, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ...) -> None: ...
+    alive: Alive
+    def __init__(self, header: _Optional[_Union[SnapshotHeader, _Mapping]] = ..., part: _Optional[_Union[SnapshotPart, _Mapping]] = ..., end: _Optional[_Union[SnapshotEnd, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ...) -> None: ...
 
 class SuspectRequest(_message.Message):
     __slots__ = ("key", "reporter", "reason")
