@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +31,7 @@ from kvpool.types import BlockHash, WorkerEpoch, WorkerId, WorkerKey
 
 POISON = 0xA5
 ANSWER_LIMIT_S = 60.0
+SOCKET_BUFFER_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +238,12 @@ class _Server:
             "threads": threading.active_count(),
         }
 
+    def do_socket(self) -> dict[str, Any]:
+        """Offer the segment over one plain TCP socket, as the reference of `kvpool bench transfer`."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=_serve_socket, args=(listener, self.store.arena.memory), daemon=True).start()
+        return {"port": listener.getsockname()[1]}
+
     def do_busy(self, on: bool) -> dict[str, Any]:
         """Start or stop an engine-like loop on another thread."""
         self._busy.set(on)
@@ -261,8 +269,16 @@ class _Server:
         return {"address": self.transport.address.hex(), "epoch": self.options.epoch}
 
 
+def _serve_socket(listener: socket.socket, data: memoryview) -> None:
+    connection, _ = listener.accept()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+    with connection:
+        while request := connection.recv(8):
+            connection.sendall(data[: int.from_bytes(request, "little")])
+
+
 class BusyLoop:
-    """An engine-like load: torch matrix products back to back on one thread, with Python between them."""
+    """An engine-like load: torch operations back to back on one thread, with Python between them."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -280,12 +296,16 @@ class BusyLoop:
             self._on.clear()
 
     def _run(self) -> None:
-        left, right = (np.random.default_rng(seed).random((384, 384), dtype=np.float32) for seed in (1, 2))
-        while True:
-            self._on.wait()
-            left = left @ right
-            left /= np.abs(left).max()
-            self.steps += 1
+        import torch
+
+        torch.set_num_threads(1)
+        with torch.inference_mode():
+            left, right = torch.rand(384, 384), torch.rand(384, 384)
+            while True:
+                self._on.wait()
+                left = left @ right
+                left /= left.abs().max()
+                self.steps += 1
 
 
 def main(raw_options: str) -> None:
