@@ -106,7 +106,7 @@ class AsyncKVPoolClient:
         return client
 
     async def info(self) -> ClusterInfo:
-        """Model, tokenizer and limits of the cluster."""
+        """Model and limits of the cluster."""
         if self._info is None:
             self._info = await self._connection.info()
         return self._info
@@ -114,7 +114,7 @@ class AsyncKVPoolClient:
     async def tokenizer(self) -> Tokenizer:
         """The served model's tokenizer."""
         if self._tokenizer is None:
-            self._tokenizer = Tokenizer((await self.info()).tokenizer)
+            self._tokenizer = Tokenizer(await self._connection.tokenizer())
         return self._tokenizer
 
     async def generate(self, prompt: Prompt, **options: Any) -> GenerateResult:
@@ -372,7 +372,7 @@ class KVPoolClient:
         self._thread.start()
 
     def info(self) -> ClusterInfo:
-        """Model, tokenizer and limits of the cluster."""
+        """Model and limits of the cluster."""
         return self._run(self._async.info())
 
     def generate(self, prompt: Prompt, **options: Any) -> GenerateResult:

@@ -12,41 +12,21 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 
-from kvpool.config import WorkerConfig
 from kvpool.errors import KVPoolError, RequestError, UnavailableError
 from kvpool.plan import Route
 from kvpool.request import GenerateRequest, TokenChunk
-from kvpool.types import RequestId, WorkerEpoch, WorkerId, WorkerKey
-from workers.assemble import AssembledWorker, assemble_worker
+from kvpool.tokenizer import TokenizerFiles
+from kvpool.types import RequestId, WorkerEpoch, WorkerKey
+from workers.assemble import AssembledWorker, WorkerReady, WorkerSpec, assemble_worker
 
 MAX_CONCURRENT_CALLS = 1000
 MAX_QUEUED_CHUNKS = 65_536
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """What a worker actor needs to start, again and again.
-
-    Attributes:
-        worker_id: its name, also the actor's.
-        config: its group's settings.
-        model: name of the model; every node resolves it for itself.
-        metadata: addresses of the metadata servers.
-        threads: intra-op threads of the engine.
-    """
-
-    worker_id: WorkerId
-    config: WorkerConfig
-    model: str
-    metadata: tuple[str, ...]
-    threads: int
 
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=MAX_CONCURRENT_CALLS)
@@ -66,14 +46,18 @@ class WorkerActor:
             log.exception("worker %s did not start", self._key)
             self._booted.set_exception(error)
 
-    async def ready(self) -> int:
-        """Wait until the worker serves; returns the longest context it takes, in tokens.
+    async def ready(self) -> WorkerReady:
+        """Wait until the worker serves.
 
         Raises:
             KVPoolError: why it did not start.
         """
         worker = await asyncio.wrap_future(self._booted)
-        return worker.max_context_tokens
+        return worker.ready
+
+    async def tokenizer(self) -> TokenizerFiles:
+        """The served model's tokenizer, as data."""
+        return self._worker().tokenizer
 
     async def generate(self, request: GenerateRequest, route: Route) -> AsyncIterator[TokenChunk]:
         """Serve one request by the route's plan and stream its tokens.

@@ -15,7 +15,7 @@ from kvpool.cli.connect import open_client, running_state
 from kvpool.cli.output import AddressOption, JsonOption, NameOption, console, guarded, print_json, print_table, progress
 from kvpool.cluster.state import DEFAULT_NAME, read_state
 from kvpool.config import ClusterConfig, load_config, parse_config
-from kvpool.errors import ConfigError, KVPoolError, RequestError, UnavailableError
+from kvpool.errors import KVPoolError, RequestError, UnavailableError
 
 DOWN_TIMEOUT_S = 60.0
 
@@ -84,8 +84,10 @@ def _wait_ready(supervisor: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def _error_of(message: dict[str, Any]) -> KVPoolError:
-    kinds = {kind.code: kind for kind in (*KVPoolError.__subclasses__(), *RequestError.__subclasses__(), ConfigError)}
-    return kinds.get(message["code"], KVPoolError)(message["error"])
+    kinds: list[type[KVPoolError]] = [KVPoolError]
+    for kind in kinds:
+        kinds.extend(kind.__subclasses__())
+    return {kind.code: kind for kind in kinds}.get(message["code"], KVPoolError)(message["error"])
 
 
 def down(name: NameOption = DEFAULT_NAME, json_: JsonOption = False) -> None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpool.cli.demo_workload import Chat, chats
+from kvpool.cli.demo_workload import CUSTOMERS, Chat, make_chats
 from kvpool.cli.output import EXIT_FAILED, JsonOption, console, guarded, print_json, print_table, progress
 from kvpool.client import AsyncKVPoolClient
 from kvpool.cluster.launcher import Cluster
@@ -48,15 +48,15 @@ class _Run:
 
 
 def demo(
-    chats_per_handbook: Annotated[int, typer.Option(min=1, max=8, help="Size of the workload.")] = 3,
+    chats: Annotated[int, typer.Option(min=2, max=len(CUSTOMERS), help="Customers who chat, two turns each.")] = 5,
     json_: JsonOption = False,
 ) -> None:
-    """Serve chats over long handbooks with three workers; compare loads with redo, and with no pool at all."""
-    guarded(lambda: _demo(chats_per_handbook, json_), as_json=json_)
+    """Serve chats over a long handbook with three workers; compare loads with redo, and with no pool at all."""
+    guarded(lambda: _demo(chats, json_), as_json=json_)
 
 
-def _demo(per_handbook: int, as_json: bool) -> None:
-    workload = chats(per_handbook)
+def _demo(count: int, as_json: bool) -> None:
+    workload = make_chats(count)
     with_loads = _run_cluster("kvpool", workload)
     redo_only = _run_cluster("redo_only", workload)
     progress("the same requests through the plain model, without a pool")
@@ -81,27 +81,19 @@ def _run_cluster(policy: str, workload: Sequence[Chat]) -> _Run:
 
 
 async def _run(client: AsyncKVPoolClient, workload: Sequence[Chat]) -> _Run:
-    """The first chat of each handbook asks alone, so that one worker holds it; then everybody else comes at once."""
-    openers = {chat.system: chat for chat in reversed(workload)}.values()
-    opened = dict(zip((chat.name for chat in openers), await _gather(client, openers, turns=(0,)), strict=True))
-    rest = [chat for chat in workload if chat.name not in opened]
-    served = [item for items in opened.values() for item in items]
-    later = [
-        _chat(client, chat, (1,), opened[chat.name], ARRIVAL_GAP_S * index) for index, chat in enumerate(openers)
-    ] + [_chat(client, chat, (0, 1), [], ARRIVAL_GAP_S * index) for index, chat in enumerate(rest)]
-    for items in await asyncio.gather(*later):
-        served += items
+    """The first chat asks alone, so that one worker holds the handbook; then everybody comes, almost at once."""
+    first, *rest = workload
+    opened = await _chat(client, first, (0,), [])
+    coming = [_chat(client, first, (1,), opened)] + [
+        _chat(client, chat, (0, 1), [], ARRIVAL_GAP_S * number) for number, chat in enumerate(rest, start=1)
+    ]
+    served = opened + [item for items in await asyncio.gather(*coming) for item in items]
     served.sort(key=lambda item: (item.chat, item.turn))
     return _Run(tuple(served), await client.status())
 
 
-async def _gather(client: AsyncKVPoolClient, which: Any, turns: tuple[int, ...]) -> list[list[_Served]]:
-    tasks = [_chat(client, chat, turns, [], ARRIVAL_GAP_S * index) for index, chat in enumerate(which)]
-    return list(await asyncio.gather(*tasks))
-
-
 async def _chat(
-    client: AsyncKVPoolClient, chat: Chat, turns: tuple[int, ...], before: list[_Served], delay_s: float
+    client: AsyncKVPoolClient, chat: Chat, turns: tuple[int, ...], before: list[_Served], delay_s: float = 0.0
 ) -> list[_Served]:
     await asyncio.sleep(delay_s)
     messages = [{"role": "system", "content": chat.system}]
@@ -131,7 +123,7 @@ async def _ask(client: AsyncKVPoolClient, chat: str, turn: int, messages: list[d
         if chunk.result is not None:
             stats = chunk.result.stats
             progress(
-                f"{chat:<16} turn {turn + 1}: {stats.worker_id} {stats.plan:<5} cached {stats.tokens_cached:>4} "
+                f"{chat:<8} turn {turn + 1}: {stats.worker_id} {stats.plan:<5} cached {stats.tokens_cached:>4} "
                 f"loaded {stats.tokens_loaded:>4} redone {stats.tokens_redone:>4}  TTFT {(ttft_s or 0) * 1e3:6.0f} ms"
             )
             return _Served(chat, turn, prompt, chunk.result, ttft_s or time.monotonic() - start_s)

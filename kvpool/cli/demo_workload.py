@@ -1,7 +1,7 @@
-"""The demo's workload: customers who ask about two product handbooks, all at once.  (pure)
+"""The demo's workload: customers who ask about one product handbook, all at once.  (pure)
 
-Every chat opens with the same system prompt and one of two handbooks (together about 1,500 tokens), then pastes an
-e-mail and asks about it, twice. The texts are made up here, always the same.
+Every chat opens with the same system prompt and handbook (together about 1,400 tokens), pastes an e-mail, asks about
+it, and asks again. The texts are made up here, always the same.
 """
 
 from __future__ import annotations
@@ -14,24 +14,8 @@ SYSTEM = (
     "Never promise a refund, a delivery date or a repair that the handbook does not mention."
 )
 
-_PRODUCTS = {
-    "Fjord 200 weather station": (
-        "sensor mast",
-        "solar panel",
-        "rain gauge",
-        "radio bridge",
-        "wind vane",
-        "data logger",
-    ),
-    "Skerry 7 depth sounder": (
-        "transducer",
-        "display unit",
-        "power lead",
-        "keel bracket",
-        "memory card",
-        "alarm relay",
-    ),
-}
+PRODUCT = "Fjord 200 weather station"
+_PARTS = ("sensor mast", "solar panel", "rain gauge")
 _TOPICS = (
     "installing the {part}",
     "cleaning the {part}",
@@ -61,12 +45,12 @@ class Chat:
     questions: tuple[str, ...]
 
 
-def handbook(product: str) -> str:
-    """The handbook of a product, about 1,400 tokens."""
-    lines = [f"HANDBOOK OF THE {product.upper()}"]
+def handbook() -> str:
+    """The handbook, about 1,300 tokens."""
+    lines = [f"HANDBOOK OF THE {PRODUCT.upper()}"]
     section = 0
     for topic in _TOPICS:
-        for part in _PRODUCTS[product][:3]:
+        for part in _PARTS:
             section += 1
             title = topic.format(part=part)
             lines.append(f"\n{section}. {title.capitalize()}")
@@ -74,15 +58,15 @@ def handbook(product: str) -> str:
                 seed = section * 7 + index * 3
                 lines.append(
                     sentence.format(
-                        topic=title, product=product, n=seed % 9 + 2, m=seed % 11 + 4, k=seed % 4 + 2, s=section
+                        topic=title, product=PRODUCT, n=seed % 9 + 2, m=seed % 11 + 4, k=seed % 4 + 2, s=section
                     )
                 )
     return " ".join(lines)
 
 
-def _email(customer: str, product: str, part: str, days: int) -> str:
+def _email(customer: str, part: str, days: int) -> str:
     return (
-        f"Hello, my name is {customer} and I bought the {product} {days} days ago from your shop at the harbour. "
+        f"Hello, my name is {customer} and I bought the {PRODUCT} {days} days ago from your shop at the harbour. "
         f"Since yesterday the {part} makes a clicking sound when the temperature falls below {days % 9 + 1} degrees, "
         f"and the readings jump by {days % 13 + 2} percent. I have already taken it apart once, put everything back as "
         f"it was and tightened all {days % 5 + 3} screws by hand, but the sound came back after {days % 7 + 2} hours. "
@@ -92,22 +76,15 @@ def _email(customer: str, product: str, part: str, days: int) -> str:
     )
 
 
-def chats(per_handbook: int) -> tuple[Chat, ...]:
-    """``per_handbook`` chats about each handbook, two turns each."""
-    customers = ("Astrid", "Bjarne", "Camilla", "Didrik", "Elin", "Folke", "Greta", "Henrik")
-    made = []
-    for number in range(per_handbook):
-        for index, product in enumerate(_PRODUCTS):
-            customer = customers[(number * 2 + index) % len(customers)]
-            part = _PRODUCTS[product][number % 3]
-            made.append(
-                Chat(
-                    name=f"{customer}/{product.split()[0]}",
-                    system=f"{SYSTEM}\n\n{handbook(product)}",
-                    questions=(
-                        _email(customer, product, part, 11 + 5 * number + index),
-                        f"Thank you. And how long do I have to wait after switching it off before I touch the {part}?",
-                    ),
-                )
-            )
-    return tuple(made)
+CUSTOMERS = ("Astrid", "Bjarne", "Camilla", "Didrik", "Elin", "Folke", "Greta", "Henrik")
+
+
+def make_chats(count: int) -> tuple[Chat, ...]:
+    """``count`` chats about the handbook, two turns each; at most as many as there are customers."""
+    system = f"{SYSTEM}\n\n{handbook()}"
+    chats = []
+    for number, customer in enumerate(CUSTOMERS[:count]):
+        part = _PARTS[number % len(_PARTS)]
+        follow_up = f"Thank you. And how long do I have to wait after switching it off before I touch the {part}?"
+        chats.append(Chat(name=customer, system=system, questions=(_email(customer, part, 11 + 5 * number), follow_up)))
+    return tuple(chats)

@@ -56,6 +56,7 @@ def _terminated(_signal: int, _frame: FrameType | None) -> None:
 def main() -> None:
     """Entry point. SIGTERM unwinds like Ctrl-C, so that every command cleans up behind itself."""
     signal.signal(signal.SIGTERM, _terminated)
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch is imported; see kvpool.cluster.launcher
     try:
         app()
     except BrokenPipeError:

@@ -38,7 +38,6 @@ class ClusterInfo:
 
     Attributes:
         model: name of the served model.
-        tokenizer: its tokenizer, as data.
         max_context_tokens: longest prompt plus output.
         namespace: what block hashes are rooted in, without a tenant.
         metadata: addresses of the metadata servers.
@@ -46,7 +45,6 @@ class ClusterInfo:
     """
 
     model: str
-    tokenizer: TokenizerFiles
     max_context_tokens: int
     namespace: Namespace
     metadata: tuple[str, ...]
@@ -83,6 +81,22 @@ class ClusterConnection:
         """What the cluster serves."""
         info: ClusterInfo = await self.call(ROUTER_NAME, "info")
         return info
+
+    async def tokenizer(self) -> TokenizerFiles:
+        """The served model's tokenizer, from the first worker that answers.
+
+        Raises:
+            UnavailableError: none answers.
+        """
+        errors = []
+        for worker in (await self.info()).workers:
+            try:
+                files: TokenizerFiles = await self.call(worker, "tokenizer")
+            except UnavailableError as error:
+                errors.append(str(error))
+                continue
+            return files
+        raise UnavailableError(f"no worker could send its tokenizer: {'; '.join(errors)}")
 
     async def route(self, request: GenerateRequest, exclude: frozenset[WorkerKey], timeout_s: float) -> Route:
         """Ask the router for a worker and a plan.

@@ -37,7 +37,8 @@ def start_gateway(config: GatewayConfig, cluster: str) -> None:
             ) from error
     try:
         serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=HTTPOptions(host=config.host, port=config.port))
-        serve.run(Gateway.bind(cluster), name=_application(cluster), route_prefix="/")
+        application = Gateway.bind(cluster)  # type: ignore[attr-defined]
+        serve.run(application, name=_application(cluster), route_prefix="/")
     except (RuntimeError, TimeoutError, ValueError) as error:
         raise UnavailableError(f"the gateway did not start: {error}") from error
 

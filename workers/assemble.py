@@ -1,0 +1,168 @@
+"""Builds one worker out of its parts, in the order they need each other, and takes it apart in the reverse order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from kvpool.config import WorkerConfig
+from kvpool.hashing import HASH_SCHEME, Namespace
+from kvpool.metadata.publisher import MetadataPublisher
+from kvpool.reports import LoadSample
+from kvpool.tokenizer import Tokenizer, TokenizerFiles, read_tokenizer_files
+from kvpool.transfer.loader import Loader
+from kvpool.transport import create_transport
+from kvpool.transport.base import Transport
+from kvpool.types import BlockHash, MemberInfo, Tier, WorkerId, WorkerKey
+from workers.calibrate import calibrate
+from workers.core import CoreParts, WorkerCore
+from workers.engine.models import resolve_model
+from workers.engine.torch_engine import TorchEngine
+
+EXIT_DELAY_S = 0.5
+EXIT_CODE = 70
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What a worker needs to start, again and again.
+
+    Attributes:
+        worker_id: its name, also the actor's.
+        config: its group's settings.
+        metadata: addresses of the metadata servers.
+        threads: intra-op threads of the engine.
+    """
+
+    worker_id: WorkerId
+    config: WorkerConfig
+    metadata: tuple[str, ...]
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """What a serving worker says of itself: longest context in tokens, and what its block hashes are rooted in."""
+
+    max_context_tokens: int
+    namespace: Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledWorker:
+    """A worker that serves. `close` may be repeated."""
+
+    core: WorkerCore
+    publisher: MetadataPublisher
+    transport: Transport
+    tokenizer: TokenizerFiles
+    ready: WorkerReady
+
+    def status(self) -> dict[str, Any]:
+        """Counters and gauges of the core, the data plane and the publisher."""
+        return {
+            **self.core.status(),
+            "transport": {"name": self.transport.name, **_plain(self.transport.stats())},
+            "publisher": self.publisher.status(),
+        }
+
+    def close(self) -> None:
+        """Leave the pool, end requests, fence transfers, release memory."""
+        self.publisher.close()
+        self.core.close()
+
+
+def _plain(stats: Any) -> dict[str, Any]:
+    return {name: getattr(stats, name) for name in stats.__dataclass_fields__}
+
+
+def assemble_worker(key: WorkerKey, spec: WorkerSpec) -> AssembledWorker:
+    """Load the model, open the data plane, join the pool. Takes seconds.
+
+    Raises:
+        ModelError: the model is unknown or not supported.
+        CapacityError: no memory for the segment.
+        IncompatibleError: the pool has another layout or hash scheme.
+        UnavailableError: no metadata server answers.
+    """
+    settings = spec.config.engine
+    model = resolve_model(settings.model)
+    engine = TorchEngine(
+        model.path,
+        model_id=f"{model.name}@{model.revision}",
+        dtype=settings.dtype,
+        device=settings.device,
+        block_tokens=settings.block_tokens,
+        torch_threads=spec.threads,
+    )
+    passes = calibrate(engine, spec.config.scheduler.max_step_tokens, time.monotonic_ns)
+    layout = engine.layout
+    namespace = Namespace(layout.model, layout.dtype, layout.fingerprint(), layout.block_tokens)
+    transport = create_transport(spec.config.transport)
+    member = MemberInfo(
+        key=key,
+        role=spec.config.role,
+        transport=transport.name,
+        data_address=transport.address,
+        layout_fingerprint=layout.fingerprint(),
+        hash_scheme=HASH_SCHEME,
+        block_tokens=layout.block_tokens,
+        block_bytes=layout.block_bytes,
+        capacity_blocks=(0, settings.num_blocks, 0),
+        control_address=str(spec.worker_id),
+    )
+    held: list[WorkerCore] = []  # the publisher needs the core for snapshots, the core the publisher for events
+
+    def snapshot() -> list[tuple[Tier, BlockHash]]:
+        return [(Tier.HOST, block_hash) for core in held for block_hash in core.held_hashes()]
+
+    def observe_load(sample: LoadSample) -> None:
+        for core in held:
+            core.observe_load(sample)
+
+    publisher = MetadataPublisher(spec.metadata, member, snapshot=snapshot, on_fenced=_end_process)
+    tokenizer = read_tokenizer_files(model.path, model.name)
+    core = WorkerCore(
+        CoreParts(
+            key=key,
+            engine=engine,
+            config=spec.config,
+            namespace_for=namespace.for_tenant,
+            publisher=publisher,
+            transport=transport,
+            make_loader=lambda started: Loader(
+                started,
+                on_suspect=publisher.suspect,
+                on_sample=observe_load,
+            ),
+            decode=Tokenizer(tokenizer).decode,
+            tier=Tier.HOST,
+            on_failure=lambda error: _end_process(f"the engine broke: {error!r}"),
+        )
+    )
+    held.append(core)
+    core.observe_prefills(passes)
+    worker = AssembledWorker(core, publisher, transport, tokenizer, WorkerReady(engine.max_context_tokens, namespace))
+    try:
+        publisher.start()
+    except BaseException:
+        worker.close()
+        raise
+    return worker
+
+
+def _end_process(reason: str) -> None:
+    """This incarnation must not go on: end the process shortly, so that Ray starts a new one with a new epoch.
+
+    The delay lets the errors of running requests reach their clients.
+    """
+    log.critical("this worker ends: %s", reason)
+    timer = threading.Timer(EXIT_DELAY_S, os._exit, args=(EXIT_CODE,))
+    timer.daemon = True
+    timer.start()
