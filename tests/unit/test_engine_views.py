@@ -54,6 +54,15 @@ def test_storing_and_loading_any_blocks_gives_the_same_tokens_back(seed: int) ->
     assert torch.equal(target, expected)
 
 
+def test_half_precision_travels_bit_by_bit() -> None:
+    pages = map_pages(memoryview(bytearray(BLOCK_BYTES // 2 * 3)), SHAPE, 3, torch.bfloat16)
+    source, target = random_view(15).bfloat16(), torch.zeros(SHAPE.view(15), dtype=torch.bfloat16)
+    source[0, 0, 0, 0, 0] = torch.nan
+    store_pages(source, pages, 0, block_ids(2, 0, 1))
+    load_pages(target, pages, 0, block_ids(2, 0, 1))
+    assert torch.equal(target.view(torch.int16), source.view(torch.int16))
+
+
 def test_copying_beyond_a_view_is_refused() -> None:
     pages = map_pages(memoryview(bytearray(2 * BLOCK_BYTES)), SHAPE, 2, torch.float32)
     with pytest.raises(InvariantViolation, match="capacity of 8"):

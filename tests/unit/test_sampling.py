@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.errors import NumericsError
 from kvpool.request import SamplingParams
-from workers.sampling import sample, top_logprobs, uniform
+from workers.sampling import _draw, sample, top_logprobs, uniform
 
 RNG = np.random.default_rng(3)
 
@@ -74,6 +74,10 @@ def test_a_token_without_mass_is_never_drawn() -> None:
     logits = logits_of(-math.inf, 0.0, -math.inf, 0.0, -math.inf)
     drawn = {sample(logits, SamplingParams(temperature=2.0), position).token for position in range(200)}
     assert drawn == {1, 3}
+
+
+def test_the_smallest_fraction_passes_over_tokens_without_mass() -> None:
+    assert _draw(logits_of(-math.inf, -math.inf, 0.0, 1.0), SamplingParams(temperature=1.0), 0.0) == 2
 
 
 def test_extreme_temperatures_do_not_overflow() -> None:

@@ -20,6 +20,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -323,8 +324,9 @@ def _hub_model(name: str) -> ResolvedModel:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     wanted = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+    unwanted = ["original/*", "consolidated*"]  # the same weights once more, in formats of their makers
     try:
-        path = Path(snapshot_download(name, allow_patterns=wanted))
+        path = Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted))
     except RepositoryNotFoundError as error:
         raise ModelError(f"the hub has no model {name!r} that you may read. {_known()}", model=name) from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -358,4 +360,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # Unwind on SIGTERM as on SIGINT, so that the download ends and its directory is removed.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     sys.exit(main())
