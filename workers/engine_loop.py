@@ -149,8 +149,6 @@ class EngineLoop:
             landed = parts.flights.follow()
             if landed or not parts.flights.count:
                 self._idle.notify_all()
-        for sequence in landed:
-            parts.bridge.seal(sequence)
         for active in cancelled:
             self._end(active, self._last_chunk(active.sequence, (), (), FinishReason.CANCELLED))
         with parts.lock:
@@ -163,6 +161,8 @@ class EngineLoop:
         self._expire(step)
         if step.work:
             self._run(step)
+        for sequence in landed:
+            parts.bridge.seal(sequence)  # after the step: a checksum must not stand before a first token
         self._report()
         if not step.work:
             self._sleep(step)
