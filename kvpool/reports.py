@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpool.types import RequestId, WorkerId, WorkerKey
+from kvpool.types import PrefillSample, RequestId, WorkerId, WorkerKey
+
+__all__ = ["LoadSample", "PrefillSample", "RequestOutcome", "WorkerLoad", "WorkerReport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +38,6 @@ class WorkerLoad:
     total_blocks: int = 0
     in_flight_bytes: int = 0
     served_request_ids: tuple[RequestId, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillSample:
-    """One prefill pass of a single request: ``new_tokens`` over ``context_tokens`` already there took ``elapsed_ns``."""
-
-    new_tokens: int
-    context_tokens: int
-    elapsed_ns: int
 
 
 @dataclass(frozen=True, slots=True)

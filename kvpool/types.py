@@ -64,6 +64,15 @@ class WorkerKey:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillSample:
+    """One prefill pass of one request: ``new_tokens`` over ``context_tokens`` already there took ``elapsed_ns``."""
+
+    new_tokens: int
+    context_tokens: int
+    elapsed_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class MemberInfo:
     """What a worker tells the directory when it joins.
 
@@ -78,6 +87,8 @@ class MemberInfo:
         block_bytes: bytes of one block on the wire (all groups of a full block).
         capacity_blocks: blocks per tier this worker offers, indexed by `Tier`.
         control_address: how the launcher's runtime names the worker (the Ray actor name).
+        calibration: prefill passes timed before the worker joined, so that routers price its first requests from
+            evidence, whenever they start.
     """
 
     key: WorkerKey
@@ -90,3 +101,4 @@ class MemberInfo:
     block_bytes: int
     capacity_blocks: tuple[int, ...]
     control_address: str
+    calibration: tuple[PrefillSample, ...] = ()

@@ -190,6 +190,9 @@ class RouterCore:
             data_address=info.data_address,
             control_address=info.control_address,
         )
+        if self._fleet.get(key) is None:
+            for sample in info.calibration:
+                self._prefills.observe(key.worker_id, sample.new_tokens, sample.context_tokens, sample.elapsed_ns)
         self._fleet.put(view, self._prefills.curve(key.worker_id))
         self._fleet.set_totals(key, self._ledger.totals(key))
         self._keys = tuple(view.key for view in self._fleet.workers)

@@ -116,6 +116,7 @@ def assemble_worker(key: WorkerKey, spec: WorkerSpec) -> AssembledWorker:
         block_bytes=layout.block_bytes,
         capacity_blocks=(0, settings.num_blocks, 0),
         control_address=str(spec.worker_id),
+        calibration=passes,
     )
     held: list[WorkerCore] = []  # the publisher needs the core for snapshots, the core the publisher for events
 

@@ -164,11 +164,10 @@ class WorkerCore:
         self._samples.append(sample)
 
     def observe_prefills(self, samples: Iterable[PrefillSample]) -> None:
-        """Prefill passes measured before the first request; the gate learns from them, the router is told."""
+        """Prefill passes measured before the first request; the gate learns from them. Routers have them from join."""
         with self._lock:
             for sample in samples:
                 self._gate.observe(sample.new_tokens, sample.elapsed_ns)
-                self._reporter.prefill(sample)
 
     def drain(self) -> None:
         """Take no new requests; running ones finish. `wait_idle` tells when."""

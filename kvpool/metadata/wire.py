@@ -107,6 +107,7 @@ def info_to_wire(info: MemberInfo) -> Message:
         block_bytes=info.block_bytes,
         capacity_blocks=info.capacity_blocks,
         control_address=info.control_address,
+        calibration=[_prefill_to_wire(item) for item in info.calibration],
     )
 
 
@@ -123,6 +124,7 @@ def info_from_wire(message: Message) -> MemberInfo:
         block_bytes=message.block_bytes,
         capacity_blocks=tuple(message.capacity_blocks),
         control_address=message.control_address,
+        calibration=tuple(_prefill_from_wire(item) for item in message.calibration),
     )
 
 
@@ -230,18 +232,23 @@ def load_from_wire(message: Message) -> WorkerLoad:
     return WorkerLoad(served_request_ids=tuple(RequestId(item) for item in message.served_request_ids), **numbers)
 
 
+def _prefill_to_wire(sample: PrefillSample) -> Message:
+    return pb.PrefillSample(
+        new_tokens=sample.new_tokens, context_tokens=sample.context_tokens, elapsed_ns=max(0, sample.elapsed_ns)
+    )
+
+
+def _prefill_from_wire(message: Message) -> PrefillSample:
+    return PrefillSample(message.new_tokens, message.context_tokens, message.elapsed_ns)
+
+
 def report_to_wire(report: WorkerReport) -> Message:
     """`WorkerReport` → message."""
     return pb.WorkerReport(
         key=key_to_wire(report.key),
         sequence=report.sequence,
         load=load_to_wire(report.load),
-        prefills=[
-            pb.PrefillSample(
-                new_tokens=item.new_tokens, context_tokens=item.context_tokens, elapsed_ns=max(0, item.elapsed_ns)
-            )
-            for item in report.prefills
-        ],
+        prefills=[_prefill_to_wire(item) for item in report.prefills],
         loads=[
             pb.LoadSample(
                 holder=key_to_wire(item.holder),
@@ -263,9 +270,7 @@ def report_from_wire(message: Message) -> WorkerReport:
         key=key_from_wire(message.key),
         sequence=message.sequence,
         load=load_from_wire(message.load),
-        prefills=tuple(
-            PrefillSample(item.new_tokens, item.context_tokens, item.elapsed_ns) for item in message.prefills
-        ),
+        prefills=tuple(_prefill_from_wire(item) for item in message.prefills),
         loads=tuple(
             LoadSample(
                 key_from_wire(item.holder),

@@ -58,7 +58,7 @@ class WorkerKey(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., worker_epoch: _Optional[int] = ...) -> None: ...
 
 class MemberInfo(_message.Message):
-    __slots__ = ("key", "role", "transport", "data_address", "layout_fingerprint", "hash_scheme", "block_tokens", "block_bytes", "capacity_blocks", "control_address")
+    __slots__ = ("key", "role", "transport", "data_address", "layout_fingerprint", "hash_scheme", "block_tokens", "block_bytes", "capacity_blocks", "control_address", "calibration")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class MemberInfo(_message.Message):
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CALIBRATION_FIELD_NUMBER: _ClassVar[int]
     key: WorkerKey
     role: Role
     transport: str
@@ -79,7 +80,8 @@ class MemberInfo(_message.Message):
     block_bytes: int
     capacity_blocks: _containers.RepeatedScalarFieldContainer[int]
     control_address: str
-    def __init__(self, key: _Optional[_Union[WorkerKey, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., transport: _Optional[str] = ..., data_address: _Optional[bytes] = ..., layout_fingerprint: _Optional[str] = ..., hash_scheme: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., capacity_blocks: _Optional[_Iterable[int]] = ..., control_address: _Optional[str] = ...) -> None: ...
+    calibration: _containers.RepeatedCompositeFieldContainer[PrefillSample]
+    def __init__(self, key: _Optional[_Union[WorkerKey, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., transport: _Optional[str] = ..., data_address: _Optional[bytes] = ..., layout_fingerprint: _Optional[str] = ..., hash_scheme: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., capacity_blocks: _Optional[_Iterable[int]] = ..., control_address: _Optional[str] = ..., calibration: _Optional[_Iterable[_Union[PrefillSample, _Mapping]]] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("info",)
