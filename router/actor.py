@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
 from typing import Any, Protocol
@@ -123,6 +124,10 @@ class RouterActor:
         with self._lock:
             status = self._core.status()
         return {**status, "metadata": self._watcher.status()}
+
+    async def pid(self) -> int:
+        """Process id, for operators and fault injection."""
+        return os.getpid()
 
     async def stop(self) -> None:
         """Stop watching. May be repeated."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import os
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -97,6 +98,10 @@ class WorkerActor:
         """Counters and gauges of this worker."""
         worker = self._worker()
         return {"key": str(self._key), **await asyncio.to_thread(worker.status)}
+
+    async def pid(self) -> int:
+        """Process id, for operators and fault injection."""
+        return os.getpid()
 
     async def drain(self) -> None:
         """Take no new requests; running ones finish."""

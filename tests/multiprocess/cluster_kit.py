@@ -1,0 +1,125 @@
+"""What cluster tests share: a running cluster with hands on its routes, and the plain model to compare with."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+import psutil
+
+from kvpool.client import AsyncKVPoolClient
+from kvpool.cluster.connection import ClusterInfo
+from kvpool.cluster.guardian import CLUSTER_DIR_VARIABLE
+from kvpool.cluster.launcher import Cluster
+from kvpool.cluster.manual import ManualRouter
+from kvpool.metadata.watcher import MetadataWatcher
+from kvpool.plan import Route
+from kvpool.request import GenerateRequest, GenerateResult, RequestStats, SamplingParams, TokenLogprobs
+from kvpool.types import RequestId, WorkerId
+
+_numbers = itertools.count()
+
+
+class ClusterKit:
+    """A cluster under test. Made inside a fixture, closed by it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.loop = asyncio.new_event_loop()
+        self.connection = cluster.connection()
+        self.client = AsyncKVPoolClient.of(self.connection)
+        self.info: ClusterInfo = self.run(self.connection.info())
+        self.watcher = MetadataWatcher(self.info.metadata)
+        self.watcher.start()
+        assert self.watcher.wait_ready(10.0)
+        self.routes = ManualRouter(self.watcher, self.info.namespace)
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine to its end on the kit's loop."""
+        return self.loop.run_until_complete(coroutine)
+
+    def close(self) -> None:
+        """End the cluster."""
+        self.watcher.close()
+        self.cluster.close()
+        self.loop.close()
+
+    def request(self, prompt: Sequence[int], **sampling: Any) -> GenerateRequest:
+        """A request with an id of its own."""
+        return GenerateRequest(RequestId(f"t-{next(_numbers)}"), tuple(prompt), SamplingParams(**sampling))
+
+    async def follow(self, route: Route, request: GenerateRequest) -> Served:
+        """Send a request along a given route, as the client does after the router has answered."""
+        served = Served()
+        async for chunk in self.connection.stream(route, request, 60.0):
+            served.tokens += chunk.tokens
+            served.logprobs += chunk.logprobs
+            served.stats = chunk.stats or served.stats
+        return served
+
+    async def gather(self, coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+        """All at once; results in order."""
+        return list(await asyncio.gather(*coroutines))
+
+    def warm(self, worker_id: WorkerId, prompt: Sequence[int]) -> None:
+        """Make a worker hold the full blocks of ``prompt``."""
+        request = self.request(prompt, max_tokens=1)
+        self.run(self.follow(self.routes.redo(request.request_id, worker_id), request))
+        self.routes.wait_held(worker_id, request.prompt, len(prompt) // self.info.namespace.block_tokens)
+
+    def generate(self, prompt: Any, **options: Any) -> GenerateResult:
+        """Through the client, the router and whatever they choose."""
+        result: GenerateResult = self.run(self.client.generate(prompt, **options))
+        return result
+
+    def status(self) -> dict[str, Any]:
+        """`kvpool status`."""
+        status: dict[str, Any] = self.run(self.client.status())
+        return status
+
+    def pid_of(self, actor: str) -> int:
+        """Process id of a worker or the router of this cluster."""
+        kind = "RouterActor" if actor == "router" else "WorkerActor"
+        pid: int = self.run(self.connection.call(actor, "pid"))
+        assert kind in psutil.Process(pid).cmdline()[0]
+        return pid
+
+    def signal(self, actor: str, number: signal.Signals) -> int:
+        """Send a real signal to an actor's process."""
+        pid = self.pid_of(actor)
+        os.kill(pid, number)
+        return pid
+
+
+class Served:
+    """What a followed route delivered."""
+
+    def __init__(self) -> None:
+        self.tokens: tuple[int, ...] = ()
+        self.logprobs: tuple[TokenLogprobs, ...] = ()
+        self.stats: RequestStats | None = None
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Poll until true; fails the test, naming ``what``, when it does not become true in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
+
+
+def processes_of(cluster_dir: str) -> list[str]:
+    """Command lines of processes that belong to a cluster directory."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(CLUSTER_DIR_VARIABLE) == cluster_dir and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline())[:120])
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found

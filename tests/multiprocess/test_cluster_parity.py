@@ -1,0 +1,147 @@
+"""A cluster's outputs equal the plain model's, tokens and log-probabilities, whatever way the prefix became whole."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvpool.cluster.launcher import Cluster
+from kvpool.config import ClusterConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from kvpool.request import TokenLogprobs
+from kvpool.types import WorkerId
+from tests.multiprocess.cluster_kit import ClusterKit
+from workers.engine.reference import PlainModel
+
+pytestmark = [pytest.mark.cluster, pytest.mark.model]
+
+BLOCK = 16
+TOLERANCE = 1e-4
+FIRST, SECOND = WorkerId("worker-0"), WorkerId("worker-1")
+
+
+@pytest.fixture(scope="module")
+def kit() -> Iterator[ClusterKit]:
+    """Two workers with the default model; the second group's pages are few, so that it preempts under load."""
+    config = ClusterConfig(
+        workers=(
+            WorkerConfig(count=2, engine=EngineConfig(num_blocks=512)),
+            WorkerConfig(count=1, engine=EngineConfig(num_blocks=40), scheduler=SchedulerConfig(max_step_tokens=128)),
+        )
+    )
+    kit = ClusterKit(Cluster.start(config, name="parity"))
+    yield kit
+    kit.close()
+
+
+@pytest.fixture(scope="module")
+def plain(smollm2_path: Path) -> PlainModel:
+    """The unchanged model."""
+    return PlainModel(smollm2_path)
+
+
+def _prompt(length: int, seed: int) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(100, 40_000) for _ in range(length))
+
+
+def _assert_equal(got: Sequence[TokenLogprobs], expected: Sequence[TokenLogprobs]) -> None:
+    assert [item.token for item in got] == [item.token for item in expected]
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("length", [5, BLOCK, BLOCK + 1, 5 * BLOCK, 203], ids=lambda n: f"{n}_tokens")
+def test_cold_prompts_of_any_length_equal_the_plain_model(kit: ClusterKit, plain: PlainModel, length: int) -> None:
+    prompt = _prompt(length, length)
+    result = kit.generate(prompt, max_tokens=8, logprobs=1, ignore_eos=True)
+    _assert_equal(result.logprobs, plain.greedy(prompt, 8))
+
+
+def test_a_local_hit_equals_the_plain_model_and_redoes_only_the_rest(kit: ClusterKit, plain: PlainModel) -> None:
+    prompt = _prompt(150, 1)
+    kit.warm(FIRST, prompt)
+    request = kit.request(prompt, max_tokens=8, logprobs=1, ignore_eos=True)
+    served = kit.run(kit.follow(kit.routes.redo(request.request_id, FIRST), request))
+    _assert_equal(served.logprobs, plain.greedy(prompt, 8))
+    assert (served.stats.tokens_cached, served.stats.tokens_redone) == (144, 6)
+
+
+@pytest.mark.parametrize("length", [150, 9 * BLOCK], ids=["with_a_rest", "ends_at_a_block_boundary"])
+def test_a_prefix_loaded_from_a_peer_equals_the_plain_model(kit: ClusterKit, plain: PlainModel, length: int) -> None:
+    prompt = _prompt(length, 2 + length)
+    kit.warm(FIRST, prompt)
+    request = kit.request(prompt, max_tokens=8, logprobs=1, ignore_eos=True)
+    route = kit.routes.load(request.request_id, SECOND, holder=FIRST, blocks=(0, (length - 1) // BLOCK))
+    served = kit.run(kit.follow(route, request))
+    _assert_equal(served.logprobs, plain.greedy(prompt, 8))
+    assert served.stats.tokens_loaded == (length - 1) // BLOCK * BLOCK
+    assert served.stats.bytes_loaded > 0
+
+
+def test_a_prefix_partly_local_and_partly_loaded_equals_the_plain_model(kit: ClusterKit, plain: PlainModel) -> None:
+    prompt = _prompt(200, 3)
+    kit.warm(FIRST, prompt)
+    kit.warm(SECOND, prompt[:64])
+    request = kit.request(prompt, max_tokens=8, logprobs=1, ignore_eos=True)
+    served = kit.run(kit.follow(kit.routes.load(request.request_id, SECOND, holder=FIRST, blocks=(4, 12)), request))
+    _assert_equal(served.logprobs, plain.greedy(prompt, 8))
+    assert (served.stats.tokens_cached, served.stats.tokens_loaded, served.stats.tokens_redone) == (64, 128, 8)
+
+
+def test_a_worker_that_loaded_blocks_becomes_their_holder(kit: ClusterKit, plain: PlainModel) -> None:
+    prompt = _prompt(100, 4)
+    kit.warm(FIRST, prompt)
+    request = kit.request(prompt, max_tokens=1)
+    kit.run(kit.follow(kit.routes.load(request.request_id, SECOND, holder=FIRST, blocks=(0, 6)), request))
+    kit.routes.wait_held(SECOND, prompt, 6)
+
+
+def test_a_batch_of_eight_equals_the_plain_model_one_by_one(kit: ClusterKit, plain: PlainModel) -> None:
+    shared = _prompt(64, 5)
+    prompts = [shared + _prompt(10 + 7 * index, 100 + index) for index in range(8)]
+    results = kit.run(kit.client.generate_batch(prompts, max_tokens=6, logprobs=1, ignore_eos=True))
+    for prompt, result in zip(prompts, results, strict=True):
+        _assert_equal(result.logprobs, plain.greedy(prompt, 6))
+
+
+def test_preempted_and_resumed_requests_equal_the_plain_model(kit: ClusterKit, plain: PlainModel) -> None:
+    small = WorkerId("worker-2")  # 40 blocks; four requests want up to 4 x 13 of them
+    prompts = [_prompt(176, 200 + index) for index in range(4)]
+    requests = [kit.request(prompt, max_tokens=28, logprobs=1, ignore_eos=True) for prompt in prompts]
+
+    async def all_at_once() -> list[object]:
+        routes = [kit.routes.redo(request.request_id, small) for request in requests]
+        return await kit.gather(kit.follow(route, request) for route, request in zip(routes, requests, strict=True))
+
+    served = kit.run(all_at_once())
+    assert sum(item.stats.preemptions for item in served) > 0
+    for prompt, item in zip(prompts, served, strict=True):
+        _assert_equal(item.logprobs, plain.greedy(prompt, 28))
+
+
+def test_sampling_with_a_seed_does_not_depend_on_the_worker_or_the_way_the_prefix_came(kit: ClusterKit) -> None:
+    prompt = _prompt(100, 6)
+    options = {"max_tokens": 12, "temperature": 0.9, "top_p": 0.9, "seed": 5, "ignore_eos": True}
+    kit.warm(FIRST, prompt)
+    outputs = []
+    for route in (
+        lambda request: kit.routes.redo(request.request_id, FIRST),
+        lambda request: kit.routes.load(request.request_id, SECOND, holder=FIRST, blocks=(0, 6)),
+    ):
+        request = kit.request(prompt, **options)
+        outputs.append(kit.run(kit.follow(route(request), request)).tokens)
+    outputs.append(kit.generate(prompt, **options).tokens)
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_the_demo_prompt_shape_is_loaded_faster_than_redone_by_choice(kit: ClusterKit) -> None:
+    """The router itself loads when the holder is busy, and the record says so."""
+    prompt = _prompt(400, 7)
+    kit.warm(FIRST, prompt)
+    results = kit.run(kit.client.generate_batch([prompt + _prompt(40, 300 + i) for i in range(6)], max_tokens=4))
+    records = [kit.run(kit.client.explain(result.request_id)) for result in results]
+    assert all(record["candidates"] and record["worker"] for record in records)
+    assert sum(result.stats.tokens_loaded for result in results) > 0
