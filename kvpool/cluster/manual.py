@@ -16,6 +16,8 @@ from kvpool.types import MemberInfo, RequestId, Tier, WorkerId
 
 LOAD_DEADLINE_NS = 30_000_000_000
 STALL_NS = 5_000_000_000
+EXPECTED_NS = 200_000_000
+"""What the worker is told to expect of a load: short, so that it waits a moment before it computes instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,13 @@ class ManualRouter:
         """Blocks ``[start, stop)`` of the prompt come from ``holder``."""
         source = self.member(holder)
         piece = LoadSlice(*blocks, source.key, source.transport, source.data_address, Tier.HOST)
-        plan = Plan(kind=PlanKind.LOAD, loads=(piece,), load_deadline_ns=deadline_ns, stall_ns=stall_ns)
+        plan = Plan(
+            kind=PlanKind.LOAD,
+            loads=(piece,),
+            load_deadline_ns=deadline_ns,
+            stall_ns=stall_ns,
+            predicted_ttft_ns=EXPECTED_NS,
+        )
         return self._route(request_id, worker_id, plan)
 
     def _route(self, request_id: str, worker_id: WorkerId, plan: Plan) -> Route:

@@ -69,7 +69,7 @@ def test_a_local_hit_equals_the_plain_model_and_redoes_only_the_rest(kit: Cluste
     assert (served.stats.tokens_cached, served.stats.tokens_redone) == (144, 6)
 
 
-@pytest.mark.parametrize("length", [150, 9 * BLOCK], ids=["with_a_rest", "ends_at_a_block_boundary"])
+@pytest.mark.parametrize("length", [310, 19 * BLOCK], ids=["with_a_rest", "ends_at_a_block_boundary"])
 def test_a_prefix_loaded_from_a_peer_equals_the_plain_model(kit: ClusterKit, plain: PlainModel, length: int) -> None:
     prompt = _prompt(length, 2 + length)
     kit.warm(FIRST, prompt)
