@@ -289,9 +289,10 @@ class PrefixIndex:
             return {}
         tiers = [tier for tier in Tier if self._tier_entries[tier]]
         if len(tiers) == 1:
-            shift = self._lanes[tiers[0]] * self._width
+            tier = tiers[0]
+            shift = self._lanes[tier] * self._width
             steps, pieces = self._descend(table, chain, self._visible << shift)
-            result = {key: {tiers[0]: blocks} for key, blocks in self._decode(steps, shift)}
+            result = {key: {tier: blocks} for key, blocks in self._decode(steps, shift)}
         else:
             result, pieces = self._descend_tiers(table, chain, tiers)
         if learn and pieces:
@@ -456,13 +457,16 @@ class PrefixIndex:
                     known[tier] = blocks
         return result, pieces
 
-    def _decode(self, steps: list[tuple[int, int]], shift: int = 0) -> Iterator[tuple[WorkerKey, int]]:
+    def _decode(self, steps: list[tuple[int, int]], shift: int = 0) -> list[tuple[WorkerKey, int]]:
+        result = []
+        keys, decoded = self._keys, self._decoded
         for blocks, bits in steps:
-            mask = bits >> shift
-            for number in self._decoded.get(mask) or self._slots_of(mask):
-                key = self._keys[number]
+            mask = bits >> shift if shift else bits
+            for number in decoded.get(mask) or self._slots_of(mask):
+                key = keys[number]
                 if key is not None:
-                    yield key, blocks
+                    result.append((key, blocks))
+        return result
 
     def _slots_of(self, mask: int) -> tuple[int, ...]:
         numbers, rest = [], mask

@@ -116,6 +116,12 @@ class Link:
             self._suspicions.append((key, reason))
             self._side_wake.notify()
 
+    def resync(self) -> None:
+        """Make a snapshot due."""
+        with self._lock:
+            self._outbox.require_snapshot()
+            self._events_wake.notify()
+
     def flush(self, deadline_s: float) -> bool:
         """Wait until events and reports are delivered; False when the time is over or the link was stopped."""
         with self._lock:

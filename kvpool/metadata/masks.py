@@ -141,9 +141,14 @@ class MaskTable:
             if isinstance(found, int):
                 position += 1
                 yield position, found
+                continue
+            members = found.members
+            stop = position + len(members)
+            if stop <= length and members[0] == key and _from_bytes(chain[stop - 1], "big") == members[-1]:
+                position = stop  # the whole run, which is the common case
             else:
-                position = _follow(chain, position, key, found.members)
-                yield position, found.mask
+                position = _follow(chain, position, key, members)
+            yield position, found.mask
 
     def learn(self, chain: Sequence[BlockHash]) -> bool:
         """Join neighbours of ``chain`` that have equal masks into runs; False when there was nothing to gain.

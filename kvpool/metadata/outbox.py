@@ -77,7 +77,7 @@ class Outbox:
         self._queued_blocks += len(event.hashes)
         if self._queued_blocks > self._max_queued_blocks or len(self._queue) > MAX_QUEUED_EVENTS:
             self.overflows += 1
-            self._require_snapshot()
+            self.require_snapshot()
 
     def joined(self, welcome: Welcome) -> None:
         """A join succeeded: go on after what the directory has applied, or start from a snapshot."""
@@ -89,7 +89,7 @@ class Outbox:
             if first == welcome.applied_sequence + 1:
                 self._unsent = len(self._in_flight)
                 return
-        self._require_snapshot()
+        self.require_snapshot()
 
     def begin_snapshot(self) -> None:
         """From here on events are queued behind the snapshot that is about to be taken."""
@@ -138,17 +138,18 @@ class Outbox:
         self._forget(ack.applied)
         if ack.resync and ack.received >= self._snapshot_sequence and not self._snapshot_due:
             self.resyncs += 1
-            self._require_snapshot()
+            self.require_snapshot()
 
-    # -- private ------------------------------------------------------------------------------------------------
-
-    def _require_snapshot(self) -> None:
+    def require_snapshot(self) -> None:
+        """Forget what was to be sent: a snapshot is due."""
         self._drop_queue()
         self._in_flight.clear()
         self._unsent = 0
         self._snapshot, self._taking = None, False
         self._snapshot_due = True
         self._snapshot_sequence = self._sequence + 1  # answers to anything older no longer matter
+
+    # -- private ------------------------------------------------------------------------------------------------
 
     def _drop_queue(self) -> None:
         self._queue.clear()

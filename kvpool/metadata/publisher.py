@@ -98,6 +98,11 @@ class MetadataPublisher:
         for link in self._links:
             link.queue_suspicion(key, reason)
 
+    def resync(self) -> None:
+        """Send every replica a snapshot, as after a gap. Never waits."""
+        for link in self._links:
+            link.resync()
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until every connected replica has acknowledged everything; False when the time is over."""
         deadline_s = time.monotonic() + timeout_s
