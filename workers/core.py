@@ -93,6 +93,7 @@ class WorkerCore:
         self._lock = threading.RLock()
         self._draining = self._closed = False
         self._samples: deque[LoadSample] = deque(maxlen=MAX_SAMPLES)  # no lock: a transport's thread must never wait
+        self._last_read_ns: dict[WorkerKey, int] = {}
         wake = threading.Event()
         self._gate = parts.gate or Gate(self._block_tokens)
         self._scheduler = Scheduler(parts.config.scheduler, self.segment, self._gate)
@@ -160,8 +161,16 @@ class WorkerCore:
         self._loop.cancel(request_id)
 
     def observe_load(self, sample: LoadSample) -> None:
-        """A read from one holder ended; for the loader, from any thread. Never waits, drops the oldest when full."""
-        self._samples.append(sample)
+        """A read from one holder ended; for the loader, from any thread. Never waits, drops the oldest when full.
+
+        Reads from one holder take turns, so a read that queued behind another is timed from the end of that one.
+        """
+        now_ns = self._parts.clock_ns()
+        before_ns = self._last_read_ns.get(sample.holder, 0)
+        if len(self._last_read_ns) >= MAX_SAMPLES:
+            self._last_read_ns.clear()  # holders of long ago
+        self._last_read_ns[sample.holder] = now_ns
+        self._samples.append(replace(sample, elapsed_ns=max(1, min(sample.elapsed_ns, now_ns - before_ns))))
 
     def observe_prefills(self, samples: Iterable[PrefillSample]) -> None:
         """Prefill passes measured before the first request; the gate learns from them. Routers have them from join."""

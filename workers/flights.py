@@ -8,14 +8,19 @@ load is terminal, so that no page returns to the pool while bytes may still fall
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvpool.errors import KVPoolError
+from kvpool.errors import KVPoolError, TransferCancelledError
+from kvpool.plan import LoadSlice, Plan, PlanKind
 from workers.ports import Load, Loader, LoadProgress
 from workers.reporter import Reporter
 from workers.scheduler import Scheduler
 from workers.sequence import Sequence
 from workers.step import LoadOrder
+
+MAX_PIECES = 8
+MIN_PIECE_BLOCKS = 4
+"""Pieces of a tail-first load: fine enough to meet the front, coarse enough to keep the link busy."""
 
 
 @dataclass(slots=True)
@@ -75,8 +80,9 @@ class Flights:
             return
         sequence = order.sequence
         offsets = {index: page * self._block_bytes for index, page in order.pages.items()}
+        plan = tail_first(sequence.plan) if sequence.plan.kind is PlanKind.SPLIT else sequence.plan
         try:
-            load = self._loader.start(sequence.request_id, sequence.plan, tuple(sequence.table.chain), offsets)
+            load = self._loader.start(sequence.request_id, plan, tuple(sequence.table.chain), offsets)
         except KVPoolError as error:
             self._reporter.counters[f"load_failures.{error.code}"] += 1
             sequence.tally.load_failures += (error.code,)
@@ -116,7 +122,23 @@ class Flights:
         counters, tally = self._reporter.counters, order.sequence.tally
         counters["loads"] += 1
         counters["bytes_loaded"] += progress.bytes_arrived
-        for code in progress.failures:
+        failures = tuple(code for code in progress.failures if code != TransferCancelledError.code)
+        counters["loads_given_up"] += len(failures) < len(progress.failures)  # our own decision, nobody's failure
+        for code in failures:
             counters[f"load_failures.{code}"] += 1
-        tally.load_failures += tuple(progress.failures)
+        tally.load_failures += failures
         tally.load_ns = max(0, (progress.finished_ns or progress.started_ns) - progress.started_ns)
+
+
+def tail_first(plan: Plan) -> Plan:
+    """The same loads in pieces from the end of the chain to its front, so that they meet the computed front.
+
+    Reads of one link take turns in the order in which they start, so the pieces arrive in this order; inside a piece
+    blocks stay ascending and neighbours travel as one message.
+    """
+    pieces: list[LoadSlice] = []
+    for part in plan.loads:
+        size = max(MIN_PIECE_BLOCKS, -(-(part.stop - part.start) // MAX_PIECES))
+        starts = range(part.start, part.stop, size)
+        pieces += [replace(part, start=start, stop=min(start + size, part.stop)) for start in starts]
+    return replace(plan, loads=tuple(sorted(pieces, key=lambda piece: -piece.start)))

@@ -1,15 +1,16 @@
 """Wait for a load in flight, or compute?  (pure)
 
-A load is never needed. At the head of the queue the question is only whether the next block arrives sooner than it
-can be computed. The rest of a load is judged from what is visible: blocks that came and the time they took; before
-the first block, from the router's expectation, doubled for as long as nothing comes (so that a dead source costs at
-most about as much again as it was expected to take). The prefill speed is learned from this worker's own steps.
+A load is never needed. The question is only whether the next block arrives sooner than it can be computed. The rest
+of a load is judged from what is visible: blocks that came and the time they took; before the first block, from the
+router's expectation, stretched for as long as nothing comes, so that a dead source costs at most about as much again
+as it was expected to take. The prefill speed is learned from this worker's own steps.
 
-    others can use the GPU                → WAIT, until the load's deadline
-    rest ≤ 1.1 × redo of what is missing  → WAIT
-    otherwise                             → COMPUTE a chunk of about half the rest, then look again
+    others can use the GPU       → WAIT, until the load's deadline
+    the tail comes first (split) → COMPUTE the front's share, missing · L/(L+R), so that both ends meet; WAIT when that
+                                   is less than a block
+    the front comes first        → WAIT while rest ≤ 1.1 × redo, otherwise COMPUTE a chunk of half the rest
 
-Source of the 1.1: the numerical study in ``docs/science.md`` (within 3 % of clairvoyant).
+with L the rest of the load and R the redo of what is missing. Source: ``docs/science.md``, two-way split and failure.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from kvpool.plan import Plan
+from kvpool.plan import Plan, PlanKind
 
 PATIENCE = 1.1
 DEFAULT_DEADLINE_NS = 5_000_000_000
 DEADLINE_FACTOR = 3
 """The router budgets loads at this multiple of their expected time."""
+MIN_REVIEW_NS = 1_000_000
 _SPEED_WEIGHT = 0.3
 
 
@@ -49,34 +51,35 @@ class LoadView:
     Attributes:
         started_ns, deadline_ns: when it began and when it is given up.
         expected_ns: how long the router thought it would take.
-        total_blocks, arrived_blocks: what was ordered, and what is verified and in place.
+        tail_first: blocks come from the end of the chain, to meet the computed front.
+        arrived_blocks: what is verified and in place.
     """
 
     started_ns: int
     deadline_ns: int
     expected_ns: int
-    total_blocks: int
+    tail_first: bool = False
     arrived_blocks: int = 0
 
     @classmethod
-    def starting(cls, plan: Plan, blocks: int, now_ns: int) -> LoadView:
-        """A load of ``blocks`` blocks that begins now."""
+    def starting(cls, plan: Plan, now_ns: int) -> LoadView:
+        """A load that begins now."""
         budget_ns = plan.load_deadline_ns or DEFAULT_DEADLINE_NS
         expected_ns = budget_ns // DEADLINE_FACTOR
         if plan.predicted_ttft_ns:
             expected_ns = min(expected_ns, plan.predicted_ttft_ns)
-        return cls(now_ns, now_ns + budget_ns, expected_ns, blocks)
+        return cls(now_ns, now_ns + budget_ns, expected_ns, plan.kind is PlanKind.SPLIT)
 
     def with_arrived(self, blocks: int) -> LoadView:
         """The same load after ``blocks`` blocks arrived."""
         return replace(self, arrived_blocks=blocks)
 
-    def rest_ns(self, now_ns: int) -> int:
-        """Estimated time until everything is there."""
+    def rest_ns(self, missing_blocks: int, now_ns: int) -> int:
+        """Estimated time until ``missing_blocks`` more are there."""
         elapsed_ns = now_ns - self.started_ns
         if self.arrived_blocks == 0:
             return max(self.expected_ns - elapsed_ns, elapsed_ns)
-        return elapsed_ns * (self.total_blocks - self.arrived_blocks) // self.arrived_blocks
+        return elapsed_ns * missing_blocks // self.arrived_blocks
 
 
 class Gate:
@@ -101,12 +104,12 @@ class Gate:
         old = self._token_ns
         self._token_ns = sample if old is None else old + _SPEED_WEIGHT * (sample - old)
 
-    def rule(self, view: LoadView, missing_tokens: int, now_ns: int, *, idle: bool) -> Ruling:
+    def rule(self, view: LoadView, missing_blocks: int, now_ns: int, *, idle: bool) -> Ruling:
         """Rule on a sequence whose next block is in flight.
 
         Args:
             view: its load.
-            missing_tokens: tokens of the blocks that are still in flight.
+            missing_blocks: blocks still in flight from the next one on.
             now_ns: now.
             idle: no other prefill could use the GPU in this step.
         """
@@ -114,15 +117,19 @@ class Gate:
             return Ruling(Verdict.GIVE_UP)
         if not idle:
             return Ruling(Verdict.WAIT)
-        rest_ns = view.rest_ns(now_ns)
+        rest_ns = view.rest_ns(missing_blocks, now_ns)
         if self._token_ns is None:
             late = now_ns - view.started_ns > view.expected_ns
             return Ruling(Verdict.COMPUTE, self._block_tokens) if late else Ruling(Verdict.WAIT)
-        if rest_ns <= PATIENCE * missing_tokens * self._token_ns:
+        block_ns = self._token_ns * self._block_tokens
+        redo_ns = missing_blocks * block_ns
+        if view.tail_first:
+            blocks = int(missing_blocks * rest_ns / (rest_ns + redo_ns))
+            return Ruling(Verdict.COMPUTE, blocks * self._block_tokens) if blocks else Ruling(Verdict.WAIT)
+        if rest_ns <= PATIENCE * redo_ns:
             return Ruling(Verdict.WAIT)
-        blocks = int(rest_ns / 2 / self._token_ns) // self._block_tokens
-        return Ruling(Verdict.COMPUTE, max(1, blocks) * self._block_tokens)
+        return Ruling(Verdict.COMPUTE, max(1, int(rest_ns / 2 / block_ns)) * self._block_tokens)
 
     def review_ns(self, view: LoadView, now_ns: int) -> int:
         """When a sequence that waits for ``view`` should be looked at again without any event."""
-        return min(view.deadline_ns, now_ns + max(1_000_000, view.rest_ns(now_ns) // 4))
+        return min(view.deadline_ns, now_ns + max(MIN_REVIEW_NS, view.rest_ns(1, now_ns) // 4))

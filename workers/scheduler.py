@@ -27,16 +27,9 @@ from kvpool.errors import CapacityError, InvariantViolation
 from kvpool.types import BlockHash, BlockId
 from workers.block_table import READABLE, PageState
 from workers.gate import Gate, LoadView, Ruling, Verdict
+from workers.load_book import Flight, LoadBook
 from workers.sequence import Phase, Sequence
 from workers.step import Blocks, LoadOrder, Step, Work
-
-
-@dataclass(slots=True)
-class _Flight:
-    sequence: Sequence | None
-    pages: dict[int, BlockId]
-    view: LoadView
-    cancelled: bool = False
 
 
 @dataclass(slots=True)
@@ -66,10 +59,8 @@ class Scheduler:
         self._gate = gate
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
-        self._flights: dict[int, _Flight] = {}
-        self._next_flight = 0
+        self._book = LoadBook(blocks)
         self._closed_slots: list[int] = []
-        self._cancelled: list[int] = []
         self._views_full = False
         self.preemptions = 0
 
@@ -88,7 +79,7 @@ class Scheduler:
     @property
     def flights(self) -> int:
         """Loads that are not terminal."""
-        return len(self._flights)
+        return len(self._book)
 
     def add(self, sequence: Sequence, now_ns: int) -> LoadOrder | None:
         """Queue a request that fits the segment; take references on what is here, reserve the pages of its loads.
@@ -137,33 +128,11 @@ class Scheduler:
 
     def progress(self, flight: int, arrived: Collection[int]) -> None:
         """These blocks of a load are in place and verified; naming them again changes nothing."""
-        entry = self._flights[flight]
-        entry.view = entry.view.with_arrived(len(arrived))
-        if entry.sequence is None:
-            return
-        table = entry.sequence.table
-        for index in arrived:
-            if table.state(index) is PageState.FLYING and table.page(index) == entry.pages[index]:
-                table.move(index, PageState.ARRIVED)
-                entry.sequence.loaded.add(index)
+        self._book.progress(flight, arrived)
 
     def land(self, flight: int) -> Sequence | None:
         """A load is terminal: its pages return to their sequence (the result), or to the pool when that is gone."""
-        entry = self._flights.pop(flight)
-        self._blocks.end_flight(entry.pages.values())
-        self._cancelled = [number for number in self._cancelled if number != flight]
-        if entry.sequence is None:
-            return None
-        entry.sequence.flight = None
-        table = entry.sequence.table
-        for index, block_id in entry.pages.items():
-            if table.page(index) != block_id:
-                continue
-            if table.state(index) is PageState.ARRIVED:
-                table.move(index, PageState.FILLED)
-            elif table.state(index) is PageState.FLYING:
-                table.move(index, PageState.BLANK)
-        return entry.sequence
+        return self._book.land(flight)
 
     # -- the beat
 
@@ -180,8 +149,7 @@ class Scheduler:
         if not beat.prefills:
             self._use_idle(beat)
         closed, self._closed_slots = tuple(self._closed_slots), []
-        cancelled, self._cancelled = tuple(self._cancelled), []
-        return Step(closed, cancelled, loads, expired, tuple(beat.work), self._wake_ns(now_ns))
+        return Step(closed, self._book.take_cancelled(), loads, expired, tuple(beat.work), self._wake_ns(now_ns))
 
     def ran(self, work: Work) -> None:
         """The engine filled and computed this part of the step."""
@@ -205,9 +173,7 @@ class Scheduler:
             _require(0 <= sequence.computed_tokens <= len(sequence.tokens), f"{who} computed more than it has")
             flying = bool(sequence.table.flying())
             _require(not flying or sequence.flight is not None, f"{who} has pages in flight without a load")
-        for number, flight in self._flights.items():
-            owner = flight.sequence
-            _require(owner is None or owner.flight == number, f"flight {number} is not known to its sequence")
+        self._book.check()
 
     # -- parts of the beat
 
@@ -259,8 +225,8 @@ class Scheduler:
     def _ready(self, sequence: Sequence, beat: _Beat, *, idle: bool) -> bool:
         table = sequence.table
         run = table.readable_run(0, sequence.full_blocks)
-        if table.state(run) is PageState.FLYING and self._blocks.lookup(table.chain[run]) is None:
-            waits = self._rule(sequence, beat.now_ns, idle=idle).verdict is Verdict.WAIT
+        if self._bringer(sequence, run) is not None and self._blocks.lookup(table.chain[run]) is None:
+            waits = self._rule(sequence, run, beat.now_ns, idle=idle).verdict is Verdict.WAIT
             if waits and not (idle and run):
                 return False
         self._adopt(sequence, run)
@@ -300,9 +266,12 @@ class Scheduler:
         limit = beat.budget
         next_block = -(-start // size)
         barrier = table.next_in(next_block, blocks, READABLE)
-        flying = table.next_in(next_block, blocks, (PageState.FLYING,))
+        flying = self._next_flying(sequence, next_block)
+        own, missing = self._book.of(sequence), table.flying()
+        if own is not None and missing and missing[-1] < next_block:
+            self._book.give_up(own)  # both ends met: what it still brings lies behind
         if flying < blocks and flying * size == start:
-            ruling = self._rule(sequence, beat.now_ns, idle=idle)
+            ruling = self._rule(sequence, flying, beat.now_ns, idle=idle)
             if ruling.verdict is Verdict.WAIT:
                 return 0
             limit = min(limit, ruling.tokens or limit)
@@ -315,13 +284,32 @@ class Scheduler:
             stop = stop // size * size  # whole blocks, so that what arrives can be filled in at every boundary
         return stop - start
 
-    def _rule(self, sequence: Sequence, now_ns: int, *, idle: bool) -> Ruling:
-        if sequence.flight is None:
-            raise InvariantViolation(f"{sequence.request_id} waits for a load it does not have")
-        missing_tokens = len(sequence.table.flying()) * sequence.table.block_tokens
-        ruling = self._gate.rule(self._flights[sequence.flight].view, missing_tokens, now_ns, idle=idle)
+    def _bringer(self, sequence: Sequence, block: int) -> Flight | None:
+        """The load that brings a block the sequence cannot read yet: its own, or another request's."""
+        state = sequence.table.state(block)
+        if state is PageState.FLYING:
+            return self._book.of(sequence)
+        if block >= sequence.full_blocks or state in READABLE:
+            return None
+        return self._book.coming(sequence.table.chain[block])
+
+    def _next_flying(self, sequence: Sequence, start: int) -> int:
+        """First block from ``start`` on that a load brings; the number of full blocks when there is none."""
+        if not len(self._book):
+            return sequence.full_blocks
+        blocks = range(start, sequence.full_blocks)
+        return next((block for block in blocks if self._bringer(sequence, block)), sequence.full_blocks)
+
+    def _rule(self, sequence: Sequence, block: int, now_ns: int, *, idle: bool) -> Ruling:
+        """Wait for ``block``, which a load brings, or compute it?"""
+        flight = self._bringer(sequence, block)
+        if flight is None:
+            raise InvariantViolation(f"{sequence.request_id} waits for a block that nothing brings")
+        rest = range(block, sequence.full_blocks)
+        missing_blocks = sum(self._bringer(sequence, index) is flight for index in rest)
+        ruling = self._gate.rule(flight.view, missing_blocks, now_ns, idle=idle)
         if ruling.verdict is Verdict.GIVE_UP:
-            self._give_up(sequence.flight)
+            self._book.give_up(flight)
         return ruling
 
     def _claimed(self, sequence: Sequence, block: int, beat: _Beat) -> bool:
@@ -331,7 +319,7 @@ class Scheduler:
 
     def _wake_ns(self, now_ns: int) -> int | None:
         moments = [entry.deadline_ns for entry in self._running + self._waiting]
-        for flight in self._flights.values():
+        for flight in self._book:
             if flight.sequence is not None and not flight.cancelled:
                 moments.append(self._gate.review_ns(flight.view, now_ns))
         return min(moments, default=None)
@@ -339,45 +327,31 @@ class Scheduler:
     # -- loads
 
     def _reserve(self, sequence: Sequence, now_ns: int) -> LoadOrder | None:
-        """Take the pages that the plan's loads will write, leaving one for every running sequence."""
+        """Take the pages that the plan's loads will write, leaving one for every running sequence. What another
+        request's load brings already is not ordered again."""
         table = sequence.table
         parts = [range(part.start, min(part.stop, sequence.full_blocks)) for part in sequence.plan.loads]
-        wanted = [index for part in parts for index in part if table.page(index) is None]
-        sequence.load_due = bool(wanted)
+        lacking = [index for part in parts for index in part if table.page(index) is None]
+        wanted = [index for index in lacking if self._book.coming(table.chain[index]) is None]
+        sequence.load_due = bool(lacking)
         if not wanted or len(wanted) + len(self._running) > self._blocks.available_blocks:
             return None
-        if not self._assign(sequence, wanted):
+        if sequence.flight is not None or not self._assign(sequence, wanted):
             return None
-        sequence.load_due = False
-        pages = {index: page for index in wanted if (page := table.page(index)) is not None}
-        self._blocks.begin_flight(pages.values())
-        for index in wanted:
-            table.move(index, PageState.FLYING)
-        self._next_flight += 1
-        sequence.flight = self._next_flight
-        view = LoadView.starting(sequence.plan, len(pages), now_ns)
-        self._flights[sequence.flight] = _Flight(sequence, pages, view)
-        return LoadOrder(sequence.flight, sequence, pages)
+        sequence.load_due = len(wanted) < len(lacking)
+        flight = self._book.begin(sequence, wanted, LoadView.starting(sequence.plan, now_ns))
+        return LoadOrder(flight.number, sequence, flight.pages)
 
     def _late_loads(self, now_ns: int) -> tuple[LoadOrder, ...]:
-        """Loads that found no room at arrival and do now, oldest first."""
+        """Loads that found no room at arrival, or counted on another request's, oldest first."""
         orders: list[LoadOrder] = []
         for sequence in self._waiting:
-            if not sequence.load_due:
-                continue
-            order = self._reserve(sequence, now_ns)
-            if order is not None:
-                orders.append(order)
-            if sequence.load_due:
-                break
+            if sequence.load_due and sequence.flight is None:
+                self._adopt(sequence, 0)
+                order = self._reserve(sequence, now_ns)
+                if order is not None:
+                    orders.append(order)
         return tuple(orders)
-
-    def _give_up(self, flight: int) -> None:
-        """Ask for the end of a load; its pages stay in flight until it is terminal."""
-        entry = self._flights[flight]
-        if not entry.cancelled:
-            entry.cancelled = True
-            self._cancelled.append(flight)
 
     # -- pages
 
@@ -394,8 +368,9 @@ class Scheduler:
             replaced = table.adopt(index, block_id)
             if replaced is not None:
                 self._blocks.release((replaced,))
-        if sequence.flight is not None and not table.flying() and not table.arrived():
-            self._give_up(sequence.flight)  # everything it would bring is here
+        flight = self._book.of(sequence)
+        if flight is not None and not table.flying() and not table.arrived():
+            self._book.give_up(flight)  # everything it would bring is here
 
     def _take_prompt_pages(self, sequence: Sequence) -> bool:
         """Pages for every full block of a sequence about to run; the waiting ones behind it give theirs back."""
@@ -421,8 +396,7 @@ class Scheduler:
                 break
             self._let_go(other)
         while not self._assign(sequence, missing):
-            returning = sum(len(flight.pages) for flight in self._flights.values() if flight.sequence is None)
-            if returning >= len(missing) or len(self._running) == 1:
+            if self._book.returning_blocks() >= len(missing) or len(self._running) == 1:
                 return False
             victim = self._running[-1]
             self._preempt(victim, beat)
@@ -460,10 +434,7 @@ class Scheduler:
         self._blocks.release(sequence.table.clear())
         sequence.loaded.clear()
         sequence.load_due = False
-        if sequence.flight is not None:
-            self._give_up(sequence.flight)
-            self._flights[sequence.flight].sequence = None
-            sequence.flight = None
+        self._book.abandon(sequence)
 
 
 def _age(sequence: Sequence) -> tuple[int, str]:

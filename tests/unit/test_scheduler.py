@@ -262,12 +262,11 @@ def test_a_load_that_finds_no_room_at_arrival_starts_when_there_is() -> None:
 
 def test_a_block_that_appears_here_meanwhile_ends_the_load_for_it() -> None:
     bench = Bench()
-    bench.gate.observe(1, 10**9)
+    bench.gate.observe(1, 10)
     twin = bench.submit("twin", range(22))
     loads = bench.submit("loads", range(22), load_plan(0, 5))
-    bench.beat()
+    assert bench.beat() == [("twin", 0, 0, 22)], "computing is sooner than the load of the other"
     bench.scheduler.remove(twin)
-    bench.scheduler.progress(bench.orders["loads"].flight, ())
     step = bench.plan()
     assert step.cancelled_flights == (bench.orders["loads"].flight,)
     bench.run(step)
@@ -275,6 +274,52 @@ def test_a_block_that_appears_here_meanwhile_ends_the_load_for_it() -> None:
     assert bench.pool.counts().in_flight == 5
     bench.scheduler.land(bench.orders["loads"].flight)
     assert bench.pool.counts().in_flight == 0
+
+
+def test_a_prefix_on_its_way_for_one_request_is_not_loaded_again_for_another() -> None:
+    bench = Bench()
+    bench.gate.observe(1, 10**9)
+    bench.submit("first", [*range(20), 90, 91], load_plan(0, 5))
+    bench.submit("second", [*range(20), 92, 93], load_plan(0, 5))
+    assert list(bench.orders) == ["first"]
+    assert bench.beat() == [], "both wait for the one load"
+    bench.scheduler.progress(bench.orders["first"].flight, range(5))
+    bench.scheduler.land(bench.orders["first"].flight)
+    assert bench.beat() == [("first", 5, 20, 2)]
+    assert ("second", 5, 20, 2) in bench.beat()
+
+
+def test_who_counted_on_anothers_load_orders_its_own_when_that_is_given_up() -> None:
+    bench = Bench()
+    first = bench.submit("first", [*range(20), 90, 91], load_plan(0, 5))
+    second = bench.submit("second", [*range(20), 92, 93], load_plan(0, 5))
+    bench.scheduler.remove(first)
+    step = bench.plan()
+    assert [order.sequence for order in step.loads] == [second]
+    assert step.cancelled_flights == (bench.orders["first"].flight,)
+
+
+def test_a_split_that_loads_everything_tail_first_stops_where_both_ends_meet() -> None:
+    bench = Bench(max_step_tokens=8)
+    bench.gate.observe(1, 10**6)
+    piece = LoadSlice(0, 8, HOLDER, "memory", b"", Tier.HOST)
+    plan = Plan(PlanKind.SPLIT, (piece,), load_deadline_ns=10**12, stall_ns=1, predicted_ttft_ns=32 * 10**6)
+    sequence = bench.submit("a", range(34), plan)
+    flight = bench.orders["a"].flight
+    assert bench.beat() == [("a", 0, 0, 8)]
+    bench.now_ns += 8 * 10**6
+    bench.scheduler.progress(flight, {7, 6})
+    assert bench.beat() == [("a", 0, 8, 8)], "a chunk of the front while the tail arrives"
+    bench.now_ns += 8 * 10**6
+    bench.scheduler.progress(flight, {7, 6, 5, 4})
+    step = bench.plan()
+    assert [(len(work.fill), work.start, work.count) for work in step.work] == [(4, 32, 2)]
+    assert step.cancelled_flights == (flight,), "what it still brings is computed already"
+    bench.run(step)
+    assert sequence.table.sealed_blocks == 0, "the front's pages are still named by the load"
+    bench.scheduler.land(flight)
+    bench.beat()
+    assert sequence.table.sealed_blocks == 8
 
 
 def test_requests_past_their_deadline_leave_running_or_waiting() -> None:

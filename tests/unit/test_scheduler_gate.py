@@ -18,46 +18,56 @@ def gate(token_ns: int | None = MS) -> Gate:
     return made
 
 
-def view(*, expected_ms: int = 10, deadline_ms: int = 1000, blocks: int = 10, arrived: int = 0) -> LoadView:
-    return LoadView(0, deadline_ms * MS, expected_ms * MS, blocks, arrived)
+def view(*, expected_ms: int = 10, deadline_ms: int = 1000, arrived: int = 0, tail_first: bool = False) -> LoadView:
+    return LoadView(0, deadline_ms * MS, expected_ms * MS, tail_first, arrived)
 
 
 def test_a_load_on_its_way_is_waited_for_when_it_beats_the_redo() -> None:
-    assert gate().rule(view(), 40, 5 * MS, idle=True).verdict is Verdict.WAIT
+    assert gate().rule(view(), 10, 5 * MS, idle=True).verdict is Verdict.WAIT
 
 
 def test_a_slow_load_is_computed_in_chunks_of_half_its_rest() -> None:
-    ruling = gate().rule(view(expected_ms=100), 40, 0, idle=True)
+    ruling = gate().rule(view(expected_ms=100), 10, 0, idle=True)
     assert (ruling.verdict, ruling.tokens) == (Verdict.COMPUTE, 48)
 
 
 def test_a_chunk_is_at_least_one_block() -> None:
-    assert gate(token_ns=100 * MS).rule(view(expected_ms=500), 4, 0, idle=True).tokens == 4
+    assert gate(token_ns=100 * MS).rule(view(expected_ms=500), 1, 0, idle=True).tokens == 4
 
 
 def test_a_silent_source_loses_patience_with_time() -> None:
-    verdicts = [gate().rule(view(), 40, now * MS, idle=True).verdict for now in (1, 20, 40, 45, 100)]
+    verdicts = [gate().rule(view(), 10, now * MS, idle=True).verdict for now in (1, 20, 40, 45, 100)]
     assert verdicts == [Verdict.WAIT] * 3 + [Verdict.COMPUTE] * 2
 
 
 def test_what_arrived_tells_the_rest() -> None:
-    assert view(arrived=5).rest_ns(30 * MS) == 30 * MS
-    assert view(arrived=9).rest_ns(90 * MS) == 10 * MS
-    assert view(arrived=10).rest_ns(90 * MS) == 0
+    assert view(arrived=5).rest_ns(5, 30 * MS) == 30 * MS
+    assert view(arrived=9).rest_ns(1, 90 * MS) == 10 * MS
+    assert view(arrived=10).rest_ns(0, 90 * MS) == 0
+
+
+def test_a_split_computes_the_front_so_that_both_ends_meet() -> None:
+    """40 tokens redone in 40 ms or loaded in 40 ms: half each. Loaded in 10 ms: a fifth of the way."""
+    even = gate().rule(view(expected_ms=40, tail_first=True), 10, 0, idle=True)
+    assert (even.verdict, even.tokens) == (Verdict.COMPUTE, 20)
+    fast = gate().rule(view(expected_ms=10, tail_first=True), 10, 0, idle=True)
+    assert (fast.verdict, fast.tokens) == (Verdict.COMPUTE, 8)
+    almost = gate().rule(view(arrived=30, tail_first=True), 1, 30 * MS, idle=True)
+    assert almost.verdict is Verdict.WAIT, "the last block arrives before it could be computed"
 
 
 def test_a_busy_gpu_never_computes_what_is_on_its_way() -> None:
-    assert gate().rule(view(expected_ms=900), 4, 800 * MS, idle=False).verdict is Verdict.WAIT
+    assert gate().rule(view(expected_ms=900), 1, 800 * MS, idle=False).verdict is Verdict.WAIT
 
 
 @pytest.mark.parametrize("idle", [True, False])
 def test_the_deadline_ends_every_wait(idle: bool) -> None:
-    assert gate().rule(view(), 40, 1000 * MS, idle=idle).verdict is Verdict.GIVE_UP
+    assert gate().rule(view(), 10, 1000 * MS, idle=idle).verdict is Verdict.GIVE_UP
 
 
 def test_without_a_learned_speed_only_a_late_load_is_computed() -> None:
-    assert gate(None).rule(view(), 40, 10 * MS, idle=True).verdict is Verdict.WAIT
-    assert gate(None).rule(view(), 40, 11 * MS, idle=True).verdict is Verdict.COMPUTE
+    assert gate(None).rule(view(), 10, 10 * MS, idle=True).verdict is Verdict.WAIT
+    assert gate(None).rule(view(), 10, 11 * MS, idle=True).verdict is Verdict.COMPUTE
 
 
 def test_the_speed_follows_new_samples() -> None:
@@ -68,10 +78,10 @@ def test_the_speed_follows_new_samples() -> None:
 
 
 def test_a_plan_without_expectations_gets_a_bound_all_the_same() -> None:
-    started = LoadView.starting(Plan(PlanKind.LOAD), 5, 7)
+    started = LoadView.starting(Plan(PlanKind.LOAD), 7)
     assert started.deadline_ns > 7
     assert 0 < started.expected_ns < started.deadline_ns - 7
-    planned = LoadView.starting(Plan(PlanKind.LOAD, load_deadline_ns=3000 * MS, predicted_ttft_ns=20 * MS), 5, 0)
+    planned = LoadView.starting(Plan(PlanKind.LOAD, load_deadline_ns=3000 * MS, predicted_ttft_ns=20 * MS), 0)
     assert (planned.deadline_ns, planned.expected_ns) == (3000 * MS, 20 * MS)
 
 
