@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch: tests share the cores with the clusters they start
+
 from collections.abc import Iterator
 from pathlib import Path
 
