@@ -134,6 +134,7 @@ class Link:
     def status(self) -> dict[str, Any]:
         with self._lock:
             return {
+                "running": all(thread.is_alive() for thread in self._threads),
                 "connected": self._welcome is not None,
                 "state": None if self._state is None else self._state.value,
                 "directory_epoch": None if self._welcome is None else self._welcome.directory_epoch,

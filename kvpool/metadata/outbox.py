@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvpool.metadata.events import BatchAck, BlockAction, BlockEvent, EventBatch, Welcome
 from kvpool.types import BlockHash, Tier, WorkerKey
@@ -73,7 +74,7 @@ class Outbox:
         """Queue an event; over the bound everything queued is dropped and a snapshot becomes due."""
         if self._snapshot_due or not event.hashes:
             return
-        self._queue.append(event)
+        self._queue.extend(_parts(event))
         self._queued_blocks += len(event.hashes)
         if self._queued_blocks > self._max_queued_blocks or len(self._queue) > MAX_QUEUED_EVENTS:
             self.overflows += 1
@@ -82,6 +83,7 @@ class Outbox:
     def joined(self, welcome: Welcome) -> None:
         """A join succeeded: go on after what the directory has applied, or start from a snapshot."""
         known = welcome.directory_epoch == self._directory_epoch and welcome.applied_sequence is not None
+        known &= not self._taking  # a snapshot that was begun and never loaded is lost
         self._directory_epoch = welcome.directory_epoch
         if known and welcome.applied_sequence is not None:
             self._forget(welcome.applied_sequence)
@@ -108,9 +110,7 @@ class Outbox:
         for tier, item in blocks:
             by_tier.setdefault(tier, []).append(item)
         for tier, hashes in by_tier.items():
-            for start in range(0, len(hashes), MAX_BATCH_BLOCKS):
-                part = tuple(hashes[start : start + MAX_BATCH_BLOCKS])
-                self._snapshot.append(BlockEvent(BlockAction.STORED, tier, part))
+            self._snapshot.extend(_parts(BlockEvent(BlockAction.STORED, tier, tuple(hashes))))
         self.snapshots += 1
 
     def next_batch(self) -> EventBatch | None:
@@ -192,3 +192,11 @@ def _take(queue: deque[BlockEvent]) -> tuple[BlockEvent, ...]:
         events.append(event)
         blocks += len(event.hashes)
     return tuple(events)
+
+
+def _parts(event: BlockEvent) -> list[BlockEvent]:
+    """The event in parts that fit a batch."""
+    if len(event.hashes) <= MAX_BATCH_BLOCKS:
+        return [event]
+    starts = range(0, len(event.hashes), MAX_BATCH_BLOCKS)
+    return [replace(event, hashes=event.hashes[start : start + MAX_BATCH_BLOCKS]) for start in starts]

@@ -1,8 +1,8 @@
 """The metadata service as a process: ``python -m kvpool.metadata.server``.
 
-Prints one JSON line ``{"address": "HOST:PORT"}`` on stdout when it answers, logs to stderr, and ends with code 0 on
-SIGTERM and SIGINT, and, with ``--exit-with-parent``, when its stdin ends. Wrong arguments and a port in use end it
-with code 2 and a message that says what to do.
+Prints one JSON line ``{"address": "HOST:PORT"}`` on stdout when it answers, with ``"metrics"`` when those are served;
+logs to stderr; ends with code 0 on SIGTERM and SIGINT, and, with ``--exit-with-parent``, when its stdin ends. Wrong
+arguments and a port in use end it with code 2 and a message that says what to do.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvpool.errors import ConfigError
 from kvpool.metadata.membership import DirectoryLimits
+from kvpool.metadata.metrics import MetricsServer
 from kvpool.metadata.rpc import SERVER_OPTIONS
 from kvpool.metadata.service import SERVICE_NAME, MetadataService, handlers
 from kvpool.metadata.state import DirectoryState
@@ -39,12 +40,14 @@ log = logging.getLogger("kvpool.metadata.server")
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Where to listen (port 0 picks a free one), the directory's bounds, and whether to end with the parent."""
+    """Where to listen (port 0 picks a free one), the directory's bounds, whether to end with the parent, and the port
+    of Prometheus metrics, None for none."""
 
     host: str
     port: int
     limits: DirectoryLimits
     exit_with_parent: bool = False
+    metrics_port: int | None = None
 
 
 class MetadataServer:
@@ -57,7 +60,9 @@ class MetadataServer:
         self.service = MetadataService(state)
         self._server: grpc.aio.Server | None = None
         self._clock: asyncio.Task[None] | None = None
+        self._metrics: MetricsServer | None = None
         self.address = ""
+        self.metrics_address: str | None = None
 
     async def start(self) -> None:
         """Listen and answer.
@@ -87,10 +92,17 @@ class MetadataServer:
             await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._server, self.address = server, f"{host}:{bound}"
         self._clock = asyncio.create_task(self.service.run())
+        if self._options.metrics_port is not None:
+            loop = asyncio.get_running_loop()
+            self._metrics = MetricsServer(self.service.state, loop, host, self._options.metrics_port)
+            self.metrics_address = self._metrics.address
 
     async def stop(self) -> None:
         """End streams, calls and the clock. May be repeated."""
         self.service.close()
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.close)
+            self._metrics = None
         if self._server is not None:
             await self._server.stop(GRACE_S)
         if self._clock is not None:
@@ -110,7 +122,10 @@ def parse_options(arguments: Sequence[str]) -> ServerOptions:
         "--max-entries", type=int, default=limits.max_entries, help="bound on (block, worker) entries of the index"
     )
     parser.add_argument("--exit-with-parent", action="store_true", help="end when stdin ends")
+    parser.add_argument("--metrics-port", type=int, default=None, help="serve Prometheus metrics here; 0: a free one")
     options = parser.parse_args(arguments)
+    if not 0 <= (options.metrics_port or 0) <= MAX_PORT:
+        parser.error(f"--metrics-port must be in [0, {MAX_PORT}], got {options.metrics_port}")
     if not 0 <= options.port <= MAX_PORT:
         parser.error(f"--port must be in [0, {MAX_PORT}], got {options.port}")
     if options.lease_ms < 100:
@@ -118,7 +133,7 @@ def parse_options(arguments: Sequence[str]) -> ServerOptions:
     if options.max_entries < 1:
         parser.error(f"--max-entries must be at least 1, got {options.max_entries}")
     limits = DirectoryLimits(lease_ns=options.lease_ms * 10**6, max_entries=options.max_entries)
-    return ServerOptions(options.host, options.port, limits, options.exit_with_parent)
+    return ServerOptions(options.host, options.port, limits, options.exit_with_parent, options.metrics_port)
 
 
 async def serve(options: ServerOptions) -> None:
@@ -132,10 +147,17 @@ async def serve(options: ServerOptions) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     server = MetadataServer(options)
-    await server.start()
+    try:
+        await server.start()
+    except ConfigError:
+        await server.stop()
+        raise
     if options.exit_with_parent:
         loop.add_reader(sys.stdin.fileno(), lambda: _on_stdin(loop, ended))
-    print(json.dumps({"address": server.address}), flush=True)
+    ready = {"address": server.address}
+    if server.metrics_address is not None:
+        ready["metrics"] = server.metrics_address
+    print(json.dumps(ready), flush=True)
     log.info("serving on %s, directory epoch %d", server.address, server.service.state.directory_epoch)
     try:
         await ended.wait()

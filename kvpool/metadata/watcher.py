@@ -138,6 +138,7 @@ class MetadataWatcher:
         """Connection, age and counters, as JSON-able data."""
         with self._lock:
             return {
+                "running": self._thread.is_alive(),
                 "connected": self._connected,
                 "address": self._address,
                 "age_ns": None if self._heard_ns is None else time.monotonic_ns() - self._heard_ns,
@@ -153,6 +154,7 @@ class MetadataWatcher:
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Watch one replica after the other until closed; whatever ends this thread leaves ``connected`` False."""
         number, retry_s = 0, MIN_RETRY_S
         while not self._stopping.is_set():
             address = self._addresses[number % len(self._addresses)]
@@ -161,15 +163,15 @@ class MetadataWatcher:
                 self._watch(address)
             except KVPoolError as error:
                 self._note(error)
-            worked = self._counters["snapshots"] > snapshots
-            with self._lock:
-                self._connected, self._call = False, None
-                self._counters["reconnects"] += 1
-                self._changed.notify_all()
+            finally:
+                with self._lock:
+                    self._connected, self._call = False, None
+                    self._counters["reconnects"] += 1
+                    self._changed.notify_all()
             if len(self._addresses) > 1:
                 number += 1
                 self._counters["failovers"] += 1
-            retry_s = MIN_RETRY_S if worked else min(2 * retry_s, MAX_RETRY_S)
+            retry_s = MIN_RETRY_S if self._counters["snapshots"] > snapshots else min(2 * retry_s, MAX_RETRY_S)
             self._stopping.wait(retry_s)
 
     def _watch(self, address: str) -> None:

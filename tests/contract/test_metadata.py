@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from kvpool.errors import IncompatibleError, RequestError, StaleError, UnavailableError
+from kvpool.metadata import service
 from kvpool.metadata.client import MetadataClient
 from kvpool.metadata.membership import DirectoryLimits
 from kvpool.metadata.publisher import MetadataPublisher
 from kvpool.metadata.watcher import MetadataWatcher
 from kvpool.reports import LoadSample, PrefillSample, RequestOutcome, WorkerLoad, WorkerReport
-from kvpool.types import MemberInfo, MemberState, RequestId, Tier, WorkerEpoch, WorkerId, WorkerKey
+from kvpool.types import BlockHash, MemberInfo, MemberState, RequestId, Tier, WorkerEpoch, WorkerId, WorkerKey
 from tests.contract.metadata_support import WAIT_S, Owner, ThreadedServer, hashes, member, sees
 
 SHORT = DirectoryLimits(lease_ns=400_000_000, probe_backoff_ns=50_000_000)
@@ -273,3 +274,66 @@ def test_malformed_requests_are_refused_by_name(server: ThreadedServer, rig: Rig
         rig.publisher([server.address], member(block_tokens=0))
     with pytest.raises(StaleError, match="not a member"):
         client.suspect(member("ghost").key, "stall")
+
+
+def test_a_huge_call_is_split_and_the_publisher_goes_on(server: ThreadedServer, rig: Rig) -> None:
+    chain, info = hashes(150_000), member()
+    publisher = rig.publisher([server.address], info)
+    assert publisher.flush(WAIT_S)
+    publisher.stored(Tier.DEVICE, chain[:-1], linked=True)
+    publisher.stored(Tier.DEVICE, chain[-1:])
+    assert publisher.flush(WAIT_S)
+    assert rig.client([server.address]).lookup(chain) == {info.key: {Tier.DEVICE: 150_000}}
+    status = publisher.status()["endpoints"][server.address]
+    assert (status["snapshots"], status["gaps"], status["overflows"]) == (1, 0, 0)
+
+
+def test_more_events_than_fit_the_queue_become_one_snapshot(server: ThreadedServer, rig: Rig) -> None:
+    info, owner = member(), Owner()
+    publisher = rig.publisher([server.address], info, owner)
+    assert publisher.flush(WAIT_S)
+    chain = hashes(300_000)
+    publisher.stored(Tier.DEVICE, owner.store(chain))
+    assert publisher.flush(WAIT_S)
+    assert publisher.status()["endpoints"][server.address]["overflows"] == 1
+    client = rig.client([server.address])
+    assert client.describe()["entries"] == 300_000
+    with pytest.raises(RequestError, match="at most 262144 blocks"):
+        client.lookup(chain)
+
+
+def test_a_watcher_too_slow_for_the_deltas_starts_over_and_nothing_waits_for_it(
+    server: ThreadedServer, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MAX_WATCH_EVENTS", 4)
+    info, entered, go_on = member(), threading.Event(), threading.Event()
+    publisher = rig.publisher([server.address], info)
+    watcher = MetadataWatcher([server.address], on_report=lambda report: (entered.set(), go_on.wait(WAIT_S))[0])
+    rig.closers.append(watcher)
+    watcher.start()
+    assert watcher.wait_ready(WAIT_S)
+    publisher.report(WorkerReport(info.key, 1, WorkerLoad()))
+    assert entered.wait(WAIT_S)  # the watcher is stuck in its callback
+    chain = hashes(40_000)
+    for start in range(0, len(chain), 400):
+        publisher.stored(Tier.DEVICE, chain[start : start + 400], linked=True)
+        assert publisher.flush(WAIT_S), "a slow watcher holds nobody up"
+    go_on.set()
+    assert sees(watcher, chain, info.key, 40_000)
+    assert rig.client([server.address]).describe()["counters"]["watchers_dropped"] >= 1
+
+
+def test_a_snapshot_callback_that_fails_once_is_called_again(server: ThreadedServer, rig: Rig) -> None:
+    chain, info, calls = hashes(5), member(), list[int]()
+
+    def snapshot() -> list[tuple[Tier, BlockHash]]:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("the store is not ready")
+        return [(Tier.DEVICE, item) for item in chain]
+
+    publisher = MetadataPublisher([server.address], info, snapshot, rig.fenced.append)
+    rig.closers.append(publisher)
+    publisher.start()
+    assert publisher.flush(WAIT_S)
+    assert rig.client([server.address]).lookup(chain) == {info.key: {Tier.DEVICE: 5}}

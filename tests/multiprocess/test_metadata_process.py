@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -37,7 +38,8 @@ class ServerProcess:
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        self.address = str(json.loads(line)["address"]) if line else ""
+        self.ready = dict(json.loads(line)) if line else {}
+        self.address = str(self.ready.get("address", ""))
         self.port = int(self.address.rpartition(":")[2] or 0)
 
     def end(self) -> int:
@@ -134,6 +136,22 @@ def test_health_checks_and_reflection_answer(stack: ExitStack) -> None:
     reply = checks.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=WAIT_S)
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
     assert SERVICE in ProtoReflectionDescriptorDatabase(channel).get_services()
+
+
+def test_metrics_are_served_and_follow_the_state(stack: ExitStack) -> None:
+    server = _server(stack, 0, "--metrics-port", "0")
+    publisher = _publisher(stack, [server.address], "w0", Owner(hashes(10)))
+    assert publisher.flush(WAIT_S)
+    with urllib.request.urlopen(f"http://{server.ready['metrics']}/metrics", timeout=WAIT_S) as reply:
+        lines = reply.read().decode().splitlines()
+    assert 'kvpool_metadata_members{state="alive"} 1.0' in lines
+    assert 'kvpool_metadata_held_blocks{tier="device"} 10.0' in lines
+    assert "kvpool_metadata_snapshots_total 1.0" in lines
+    taken = server.ready["metrics"].rpartition(":")[2]
+    command = [sys.executable, "-m", "kvpool.metadata.server", "--metrics-port", taken]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 2
+    assert "--metrics-port" in done.stderr.strip().splitlines()[-1]
 
 
 # -- soft state -----------------------------------------------------------------------------------------------------

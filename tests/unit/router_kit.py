@@ -116,6 +116,7 @@ def snapshot(
         footprint=footprint,
         links=FixedLinks(keys, links, pairs or {}),
         failures=failures or FixedFailures(),
+        fastest=PrefillCurve(*(float(column.min()) for column in (columns.t0_ns, columns.token_ns, columns.pair_ns))),
         features=features or Features(),
     )
 

@@ -7,16 +7,16 @@ import pytest
 
 from kvpool.reports import WorkerLoad
 from router import cost
-from router.cost import Costs, LoadInputs, Priced
+from router.cost import Costs, Pair, Price
 from router.estimators import LinkCurve, PrefillCurve
-from router.signals import Columns, Footprint, LinkRow
+from router.signals import Footprint
 from tests.unit.router_kit import BLOCK, CURVE, FOOTPRINT, MS, S, Worker, snapshot
 
 NO_NOTICE = Costs(notice_ns=0.0)
 
 
-def inputs(
-    columns: Columns,
+def pair(
+    curve: PrefillCurve = CURVE,
     *,
     total: int = 1600,
     own: int = 0,
@@ -25,31 +25,42 @@ def inputs(
     backlog: float = 0.0,
     link: LinkCurve | None = None,
     failure: float = 0.0,
-) -> LoadInputs:
+) -> Pair:
     link = link or LinkCurve(1.0 * MS, 0.25)
-    size = len(columns)
-    own_blocks = np.full(size, float(own))
-    return LoadInputs(
-        wait=np.full(size, wait),
-        redo=cost.prefill_ns(columns, total, own_blocks * BLOCK),
-        own_blocks=own_blocks,
+    return Pair(
+        wait_ns=wait,
+        redo_ns=curve.time_ns(total - own * BLOCK, own * BLOCK),
+        own_blocks=own,
         held_blocks=held,
         total_tokens=total,
-        backlog=np.full(size, backlog),
-        row=LinkRow(np.full(size, link.alpha_ns), np.full(size, link.byte_ns)),
+        backlog_ns=backlog,
+        alpha_ns=link.alpha_ns,
+        byte_ns=link.byte_ns,
         failure=failure,
+        t0_ns=curve.t0_ns,
+        token_ns=curve.token_ns,
+        pair_ns=curve.pair_ns,
     )
 
 
-def one(curve: PrefillCurve = CURVE) -> Columns:
-    return snapshot([Worker(0, curve=curve)]).columns
+def load(made: Pair, footprint: Footprint = FOOTPRINT, costs: Costs = NO_NOTICE) -> Price:
+    price = cost.price_load(made, footprint, costs)
+    assert price is not None
+    return price
+
+
+def split(made: Pair) -> Price:
+    price = cost.price_split(made, FOOTPRINT)
+    assert price is not None
+    return price
 
 
 def test_prefill_time_counts_every_pair_once() -> None:
     whole = CURVE.time_ns(1600, 0)
     parts = CURVE.time_ns(600, 0) + CURVE.time_ns(1000, 600) - CURVE.t0_ns
     assert parts == pytest.approx(whole)
-    assert cost.prefill_ns(one(), 1600, np.array([600.0]))[0] == pytest.approx(CURVE.time_ns(1000, 600))
+    columns = snapshot([Worker(0)]).columns
+    assert cost.prefill_ns(columns, 1600, np.array([600.0]))[0] == pytest.approx(CURVE.time_ns(1000, 600))
 
 
 def test_a_reported_queue_is_priced_per_request() -> None:
@@ -61,21 +72,21 @@ def test_a_reported_queue_is_priced_per_request() -> None:
 def test_a_load_waits_for_the_later_of_gpu_and_link() -> None:
     rest = CURVE.time_ns(160, 1440)
     transfer = 1.0 * MS + 90 * FOOTPRINT.block_bytes * 0.25
-    priced = cost.price_load(one(), inputs(one()), FOOTPRINT, NO_NOTICE)
-    assert priced.ttft_ns[0] == pytest.approx(transfer + rest)
-    queued = cost.price_load(one(), inputs(one(), wait=1.0 * S), FOOTPRINT, NO_NOTICE)
-    assert queued.ttft_ns[0] == pytest.approx(1.0 * S + rest)
-    behind = cost.price_load(one(), inputs(one(), backlog=2.0 * S), FOOTPRINT, NO_NOTICE)
-    assert behind.ttft_ns[0] == pytest.approx(2.0 * S + transfer + rest)
+    priced = load(pair(), costs=NO_NOTICE)
+    assert priced.ttft_ns == pytest.approx(transfer + rest)
+    queued = load(pair(wait=1.0 * S), costs=NO_NOTICE)
+    assert queued.ttft_ns == pytest.approx(1.0 * S + rest)
+    behind = load(pair(backlog=2.0 * S), costs=NO_NOTICE)
+    assert behind.ttft_ns == pytest.approx(2.0 * S + transfer + rest)
 
 
 def test_a_slow_link_loads_what_is_free_while_the_gpu_is_busy_and_redoes_the_rest() -> None:
     slow = LinkCurve(1.0 * MS, 1000.0)
     block_ns = FOOTPRINT.block_bytes * slow.byte_ns
     wait = 1.0 * MS + 10.5 * block_ns
-    priced = cost.price_load(one(), inputs(one(), wait=wait, link=slow), FOOTPRINT, NO_NOTICE)
-    assert priced.boundary[0] == 10
-    assert priced.ttft_ns[0] == pytest.approx(wait + CURVE.time_ns(1600 - 160, 160))
+    priced = load(pair(wait=wait, link=slow), costs=NO_NOTICE)
+    assert priced.boundary == 10
+    assert priced.ttft_ns == pytest.approx(wait + CURVE.time_ns(1600 - 160, 160))
 
 
 @pytest.mark.parametrize("byte_ns", [0.05, 0.5, 2.0, 2.6, 3.0, 5.0, 50.0])
@@ -84,38 +95,32 @@ def test_a_slow_link_loads_what_is_free_while_the_gpu_is_busy_and_redoes_the_res
 def test_the_two_boundaries_beat_every_other_boundary(byte_ns: float, wait: float, pair_ns: float) -> None:
     curve = PrefillCurve(5.0 * MS, 100_000.0, pair_ns)
     link = LinkCurve(1.0 * MS, byte_ns)
-    columns = one(curve)
     best = min(
         max(wait, link.time_ns((m - 10) * FOOTPRINT.block_bytes)) + curve.time_ns(1600 - 16 * m, 16 * m)
         for m in range(11, 91)
     )
     redo = wait + curve.time_ns(1600 - 160, 160)
-    priced = cost.price_load(columns, inputs(columns, own=10, wait=wait, link=link), FOOTPRINT, NO_NOTICE)
-    assert min(redo, priced.ttft_ns[0]) == pytest.approx(min(redo, best), rel=1e-9)
+    priced = load(pair(curve, own=10, wait=wait, link=link))
+    assert min(redo, priced.ttft_ns) == pytest.approx(min(redo, best), rel=1e-9)
 
 
 def test_a_failing_holder_costs_its_notice_and_the_redo() -> None:
-    safe = cost.price_load(one(), inputs(one()), FOOTPRINT, Costs(notice_ns=100e6))
-    risky = cost.price_load(one(), inputs(one(), failure=0.5), FOOTPRINT, Costs(notice_ns=100e6))
+    safe = load(pair(), costs=Costs(notice_ns=100e6))
+    risky = load(pair(failure=0.5), costs=Costs(notice_ns=100e6))
     redo = CURVE.time_ns(1600, 0)
-    failed = safe.load_ns[0] + 100e6 + redo
-    assert safe.ttft_ns[0] == pytest.approx(safe.happy_ns[0])
-    assert risky.ttft_ns[0] == pytest.approx(0.5 * safe.happy_ns[0] + 0.5 * failed)
+    failed = safe.load_ns + 100e6 + redo
+    assert safe.ttft_ns == pytest.approx(safe.happy_ns)
+    assert risky.ttft_ns == pytest.approx(0.5 * safe.happy_ns + 0.5 * failed)
 
 
 def test_fixed_bytes_are_always_loaded() -> None:
     state = Footprint(BLOCK, 0, fixed_bytes=40_000_000)
-    priced = cost.price_load(one(), inputs(one()), state, NO_NOTICE)
-    assert priced.load_ns[0] == pytest.approx(1.0 * MS + 40_000_000 * 0.25)
+    priced = load(pair(), state)
+    assert priced.load_ns == pytest.approx(1.0 * MS + 40_000_000 * 0.25)
 
 
 def test_a_holder_that_has_no_more_than_the_worker_is_no_source() -> None:
-    assert np.isinf(cost.price_load(one(), inputs(one(), own=90), FOOTPRINT, NO_NOTICE).ttft_ns[0])
-
-
-def split(columns: Columns, made: LoadInputs) -> tuple[float, Priced]:
-    front = cost.split_tokens(columns, made, FOOTPRINT)
-    return float(front[0]), cost.price_split(columns, made, FOOTPRINT, front)
+    assert cost.price_load(pair(own=90), FOOTPRINT, NO_NOTICE) is None
 
 
 @pytest.mark.parametrize("pair_ns", [0.0, 20.0, 500.0])
@@ -123,16 +128,16 @@ def split(columns: Columns, made: LoadInputs) -> tuple[float, Priced]:
 @pytest.mark.parametrize("own", [0, 20])
 def test_the_split_point_is_the_best_of_all_points(pair_ns: float, byte_ns: float, own: int) -> None:
     curve = PrefillCurve(0.0, 100_000.0, pair_ns)
-    columns = one(curve)
-    made = inputs(columns, own=own, link=LinkCurve(1.0 * MS, byte_ns))
-    front, priced = split(columns, made)
+    priced = split(pair(curve, own=own, link=LinkCurve(1.0 * MS, byte_ns)))
+    front = priced.front_tokens
+    assert front is not None
     span = (90 - own) * BLOCK
     token_ns = FOOTPRINT.block_bytes / BLOCK * byte_ns
     rest = curve.time_ns(160, 1440)
     best = min(max(curve.time_ns(k, own * BLOCK), 1.0 * MS + (span - k) * token_ns) + rest for k in range(1, span))
     assert 0 < front < span
-    assert priced.ttft_ns[0] == pytest.approx(best, rel=2e-3)
-    assert priced.ttft_ns[0] <= best * (1 + 1e-9)
+    assert priced.ttft_ns == pytest.approx(best, rel=2e-3)
+    assert priced.ttft_ns <= best * (1 + 1e-9)
 
 
 def test_a_purely_quadratic_prefill_splits_at_the_golden_section_when_load_and_redo_are_equal() -> None:
@@ -140,7 +145,8 @@ def test_a_purely_quadratic_prefill_splits_at_the_golden_section_when_load_and_r
     curve = PrefillCurve(0.0, 0.0, 100.0)
     token_ns = curve.time_ns(span, 0) / span
     link = LinkCurve(0.0, token_ns * BLOCK / FOOTPRINT.block_bytes)
-    front, _ = split(one(curve), inputs(one(curve), link=link))
+    front = split(pair(curve, link=link)).front_tokens
+    assert front is not None
     assert front / span == pytest.approx(0.618, abs=1e-3)
 
 
@@ -149,9 +155,9 @@ def test_a_linear_prefill_splits_in_the_harmonic_way() -> None:
     curve = PrefillCurve(0.0, 100_000.0, 0.0)
     token_ns = 50_000.0
     link = LinkCurve(0.0, token_ns * BLOCK / FOOTPRINT.block_bytes)
-    _, priced = split(one(curve), inputs(one(curve), link=link))
+    priced = split(pair(curve, link=link))
     compute, load = 100_000.0 * span, token_ns * span
-    assert priced.ttft_ns[0] == pytest.approx(compute * load / (compute + load) + curve.time_ns(160, 1440))
+    assert priced.ttft_ns == pytest.approx(compute * load / (compute + load) + curve.time_ns(160, 1440))
 
 
 def test_a_worker_that_never_reported_or_went_silent_is_priced_as_busy() -> None:

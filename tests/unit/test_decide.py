@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -11,11 +12,12 @@ from kvpool.plan import PlanKind
 from kvpool.types import MemberState, Role, Tier
 from router.decide import decide
 from router.estimators import LinkCurve
-from router.planning import Params
+from router.planning import Harm, Params
 from router.signals import Features
 from tests.unit.router_kit import MS, FixedFailures, S, Worker, key, request, snapshot
 
 PARAMS = Params()
+PARAMS_WITHOUT_HARM = Params(harm=Harm())
 
 
 def test_an_idle_fleet_redoes_on_the_worker_with_the_longest_prefix() -> None:
@@ -147,8 +149,29 @@ def test_deadlines_grow_with_the_predicted_load_and_have_a_floor() -> None:
     assert long.stall_ns > 10 * S
 
 
-def test_only_holders_that_might_win_are_priced() -> None:
+def test_only_pairs_that_might_win_are_priced() -> None:
     workers = [Worker(i, blocks=10 + i) for i in range(50)]
-    made = decide(request(), snapshot(workers), PARAMS)
+    made = decide(request(), snapshot(workers), Params(priced_pairs=0))
     assert made.worker == key(49)
-    assert made.pruned_holders == 49
+    assert made.holders == 50
+    assert made.loads == ()
+    shown = decide(request(), snapshot(workers), Params(priced_pairs=4))
+    assert len(shown.loads) == 4
+    assert shown.worker == key(49)
+
+
+def test_harm_sends_a_long_prefill_where_few_others_follow() -> None:
+    shot = snapshot([Worker(0), Worker(1, wait_ns=0.1 * S)])
+    shot.columns.arrivals[:] = (20.0, 0.0)  # per second
+    shot = replace(shot, arrival_scale=1e-9)
+    assert decide(request(), shot, PARAMS_WITHOUT_HARM).worker == key(0)
+    follow = Params(harm=Harm(base=0.0, follow=10.0))
+    assert decide(request(), shot, follow).worker == key(1)
+
+
+def test_harm_prefers_a_load_that_costs_a_little_more_time_and_much_less_prefill() -> None:
+    workers = [Worker(0), Worker(1, blocks=90, wait_ns=10.0 * S)]
+    link = LinkCurve(1.0 * MS, 5.2)
+    assert decide(request(), snapshot(workers, links=link), PARAMS_WITHOUT_HARM).plan.kind is PlanKind.REDO
+    careful = Params(harm=Harm(base=1.0))
+    assert decide(request(), snapshot(workers, links=link), careful).plan.kind is PlanKind.LOAD

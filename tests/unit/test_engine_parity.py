@@ -18,7 +18,9 @@ from tests.engine_parity import (
     attach,
     block_ids,
     save_random_model,
+    tiny_gemma3,
     tiny_llama,
+    tiny_mistral_windowed,
     tiny_qwen3,
 )
 from workers.engine.base import SequenceSlice
@@ -37,7 +39,11 @@ class Pair:
         self.engine = TorchEngine(path, block_tokens=BLOCK_TOKENS)
 
 
-@pytest.fixture(scope="module", params=[tiny_llama, tiny_qwen3], ids=["llama", "qwen3"])
+@pytest.fixture(
+    scope="module",
+    params=[tiny_llama, tiny_qwen3, tiny_mistral_windowed, tiny_gemma3],
+    ids=["llama", "qwen3", "mistral-windowed", "gemma3"],
+)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     torch.set_num_threads(1)
     return Pair(save_random_model(request.param(), tmp_path_factory.mktemp("model")))

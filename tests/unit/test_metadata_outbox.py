@@ -141,3 +141,25 @@ def test_sequences_grow_by_one_across_snapshots() -> None:
     outbox.load_snapshot([])
     (third,) = _drain(outbox)
     assert (second.sequence, third.sequence) == (2, 3)
+
+
+def test_a_snapshot_that_was_begun_and_never_loaded_is_due_again_after_a_reconnect() -> None:
+    outbox = _synced()
+    outbox.require_snapshot()
+    outbox.begin_snapshot()
+    outbox.joined(Welcome(1, 1, applied_sequence=1))
+    assert outbox.snapshot_due
+    outbox.load_snapshot([])
+    assert outbox.next_batch() is None, "what it took belongs to the stream that broke"
+
+
+def test_one_huge_event_travels_in_batches_that_fit() -> None:
+    outbox, blocks = Outbox(KEY), hashes(3 * MAX_BATCH_BLOCKS)
+    outbox.joined(FRESH)
+    outbox.begin_snapshot()
+    outbox.load_snapshot([])
+    outbox.next_batch()
+    outbox.add(BlockEvent(BlockAction.STORED, Tier.HOST, tuple(blocks), linked=True))
+    batches = _drain(outbox)
+    assert [len(event.hashes) for batch in batches for event in batch.events] == [MAX_BATCH_BLOCKS] * 3
+    assert all(event.linked for batch in batches for event in batch.events)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from kvpool.metadata.events import (
     MemberGone,
 )
 from kvpool.metadata.membership import DirectoryLimits
+from kvpool.metadata.metrics import metrics_of
 from kvpool.metadata.state import DirectoryState
 from kvpool.reports import WorkerLoad, WorkerReport
 from kvpool.types import BlockHash, MemberInfo, MemberState, Tier, WorkerId, WorkerKey
@@ -73,6 +75,15 @@ def test_a_member_expires_exactly_at_the_end_of_its_lease() -> None:
     assert _reason(caught.value) == "not_a_member"
     welcome, _ = state.join(member(), 1800)
     assert welcome.applied_sequence is None
+
+
+def test_lookups_pin_and_renew_nothing() -> None:
+    state, chain = _directory(), hashes(3)
+    _joined(state, member(), chain)
+    for now_ns in range(0, 1100, 50):
+        state.lookup(chain)
+        state.tick(now_ns)
+    assert state.members() == ()
 
 
 def test_a_paused_directory_does_not_punish_its_members() -> None:
@@ -334,3 +345,14 @@ def test_deltas_are_numbered_without_a_gap() -> None:
         ):
             numbers.extend(delta.sequence for delta in deltas)
     assert numbers == list(range(1, 21)) == list(range(1, state.sequence + 1))
+
+
+def test_every_counter_is_a_metric_and_labels_do_not_grow_with_the_cluster() -> None:
+    state = _directory()
+    for number in range(5):
+        _joined(state, member(f"w{number}"), hashes(2))
+    metrics = {metric.name: metric for metric in metrics_of(state)}
+    assert {f"kvpool_metadata_{name}" for name in asdict(state.counters)} <= set(metrics)
+    assert all(len(metric.samples) <= 3 for metric in metrics.values())
+    held = {sample.labels["tier"]: sample.value for sample in metrics["kvpool_metadata_held_blocks"].samples}
+    assert held == {"device": 10, "host": 0, "disk": 0}

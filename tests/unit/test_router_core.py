@@ -174,6 +174,7 @@ def test_explain_shows_every_price_and_later_the_outcome() -> None:
     assert "w000@1" in text
     assert "w002@1" in text
     assert "load 90 blocks from w001@1" in text
+    assert "from 1 holders" in text
     assert "not reported yet" in text
     outcome = RequestOutcome(RequestId("r"), route.decision_id, route.worker_id, 30 * MS, 1440, 0, 160, 0, 0, 0)
     core.on_report(report(1, 1, outcomes=(outcome,)))
