@@ -136,6 +136,7 @@ class RouterCore:
         self._remember(decision_id, request, snapshot, decision)
         for key in self._ledger.reserve(meta.request_id, decision.promise, now_ns):
             self._fleet.set_totals(key, self._ledger.totals(key))
+        self._fleet.note_arrival(decision.position, now_ns)
         self._by_kind[decision.plan.kind.value] += 1
         view = snapshot.workers[decision.position]
         return Route(
@@ -164,7 +165,9 @@ class RouterCore:
             footprint=self._footprint,
             links=self._fleet,
             failures=self._failures,
+            fastest=self._fleet.fastest(),
             features=self._features,
+            arrival_scale=self._fleet.arrival_scale(now_ns),
         )
 
     def release(self, request_id: RequestId) -> None:
@@ -302,7 +305,6 @@ class RouterCore:
     # ---- private
 
     def _remember(self, decision_id: str, request: RequestView, snapshot: Snapshot, decision: Decision) -> None:
-        redo = decision.prices[0].priced
         self._records.add(
             DecisionRecord(
                 decision_id=decision_id,
@@ -311,7 +313,6 @@ class RouterCore:
                 request=request,
                 workers=self._keys,
                 eligible=snapshot.columns.eligible.copy(),
-                wait_ns=redo.ttft_ns - redo.gpu_ns,
                 decision=decision,
             )
         )

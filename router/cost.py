@@ -1,34 +1,36 @@
-"""Prices of plans: expected time to the first token, for every worker at once.  (pure)
+"""Prices of plans: expected time to the first token.  (pure)
 
-All functions take and return numpy columns, one entry per candidate worker, in nanoseconds and blocks; none knows a
-clock or mutates its arguments. With ``W`` the wait for the GPU, ``P(u|c)`` the prefill curve, ``L(m)`` the moment at
-which the prefix is whole up to block ``m``:
+Redo is priced for all workers at once, as columns; loads for one (worker, holder) pair at a time, since bounds leave
+few pairs that can win (`router.decide`). Nothing here knows a clock or mutates its arguments. With ``W`` the wait for
+the GPU, ``P(u|c)`` the prefill curve, ``L(m)`` the moment at which the prefix is whole up to block ``m``:
 
     redo            W + P(n−o | o)                             o = own prefix
     load up to m    max(W, L(m)) + P(n−m | m)                  L(m) = backlog of both ends + α + (F + (m−o)·s)/β
-    split           front [o, o+k) computed while the tail loads, k* where C(k) + W = L
+    split           front [o, o+k) computed while the tail loads, k* where W + C(k) = L
 
 Beyond the block that arrives while the GPU is busy anyway (L(m) = W), the price of a load is concave in m: each
-further token costs s/β and saves a + b·m, which grows. So the best boundary is one of two: the last block that is
-free, or everything the holder has. With probability p a load fails, is noticed, and what is missing is redone.
-
-Source: SCIENCE study of this project (docs/science.md); the split point solves t0 + a·k + b·(k·o + k²/2) = L.
+further token costs s/β and saves a + b·m, which grows. So the best boundary is one of two: about the last block that
+is free, or everything the holder has. With probability p a load fails, is noticed, and what is missing is redone; a
+split that fails costs its help only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from kvpool.plan import PlanKind
 from kvpool.reports import WorkerLoad
 from router.estimators import PrefillCurve
-from router.signals import Columns, Floats, Footprint, LinkRow
+from router.signals import Columns, Floats, Footprint
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What pricing assumes besides the learned curves. All are times or pure numbers.
+    """What pricing assumes besides the learned curves. All are times.
 
     Attributes:
         notice_ns: time to notice that a load died.
@@ -41,12 +43,11 @@ class Costs:
     stale_report_ns: float = 10e9
 
 
-@dataclass(frozen=True, slots=True)
-class Priced:
-    """One plan priced for every candidate.
+class Price(NamedTuple):
+    """One plan on one worker.
 
     Attributes:
-        ttft_ns: expected time to the first token, failures included; inf where the plan does not apply.
+        ttft_ns: expected time to the first token, failures included; inf when the plan does not apply.
         happy_ns: the same when nothing fails.
         gpu_ns: prefill time it takes.
         boundary: blocks that are whole before the rest is computed.
@@ -54,12 +55,45 @@ class Priced:
         front_tokens: for a split, tokens computed while the tail loads.
     """
 
-    ttft_ns: Floats
-    happy_ns: Floats
-    gpu_ns: Floats
-    boundary: Floats
-    load_ns: Floats
-    front_tokens: Floats | None = None
+    kind: PlanKind
+    ttft_ns: float
+    happy_ns: float
+    gpu_ns: float
+    boundary: int
+    load_ns: float = 0.0
+    front_tokens: int | None = None
+
+
+class Pair(NamedTuple):
+    """One worker that might load from one holder.
+
+    Attributes:
+        wait_ns, redo_ns: W and P(n−o|o) of the worker.
+        own_blocks, held_blocks: what the worker and the holder have, in blocks.
+        total_tokens: n.
+        backlog_ns: wait for the later of both ends of the link.
+        alpha_ns, byte_ns: the link.
+        failure: chance that the load fails.
+        t0_ns, token_ns, pair_ns: the worker's prefill curve.
+    """
+
+    wait_ns: float
+    redo_ns: float
+    own_blocks: int
+    held_blocks: int
+    total_tokens: int
+    backlog_ns: float
+    alpha_ns: float
+    byte_ns: float
+    failure: float
+    t0_ns: float
+    token_ns: float
+    pair_ns: float
+
+    def prefill_ns(self, cached_tokens: int) -> float:
+        """P(n − c | c)."""
+        total = self.total_tokens
+        return self.t0_ns + (total - cached_tokens) * (self.token_ns + self.pair_ns * 0.5 * (total + cached_tokens))
 
 
 def queue_ns(load: WorkerLoad, curve: PrefillCurve) -> float:
@@ -77,141 +111,107 @@ def wait_ns(columns: Columns, now_ns: int, costs: Costs) -> Floats:
     wait = np.maximum(columns.gpu_free_ns - now_ns, 0.0)
     unknown = columns.reported_ns < now_ns - costs.stale_report_ns
     if unknown.any():
-        wait = wait + unknown * costs.unknown_wait_ns
+        wait += unknown * costs.unknown_wait_ns
     return wait
 
 
 def prefill_ns(columns: Columns, total_tokens: int, cached_tokens: Floats) -> Floats:
     """P(n − c | c) for every worker, with c < n."""
-    new = total_tokens - cached_tokens
-    return columns.t0_ns + new * (columns.token_ns + columns.pair_ns * (0.5 * (total_tokens + cached_tokens)))
+    slope = columns.token_ns + (0.5 * columns.pair_ns) * (total_tokens + cached_tokens)
+    return columns.t0_ns + (total_tokens - cached_tokens) * slope
 
 
-def price_redo(wait: Floats, redo: Floats, own_blocks: Floats) -> Priced:
+def price_redo(wait: float, redo: float, own_blocks: int) -> Price:
     """Everything that is not cached here is computed here."""
-    total = wait + redo
-    return Priced(total, total, redo, own_blocks, np.zeros_like(wait))
+    return Price(PlanKind.REDO, wait + redo, wait + redo, redo, own_blocks)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadInputs:
-    """What pricing a load from one holder needs besides the columns.
-
-    Attributes:
-        wait, redo: W and P(n−o|o) of every candidate.
-        own_blocks: o in blocks.
-        held_blocks: what the holder has, in blocks.
-        total_tokens: n.
-        backlog: wait for the later of both ends of the link, per candidate.
-        row: curves of the links.
-        failure: chance that the load fails.
-    """
-
-    wait: Floats
-    redo: Floats
-    own_blocks: Floats
-    held_blocks: int
-    total_tokens: int
-    backlog: Floats
-    row: LinkRow
-    failure: float
-
-
-def price_whole_load(columns: Columns, inputs: LoadInputs, footprint: Footprint, costs: Costs) -> Priced:
-    """Load everything one holder has, front-first, then redo the rest."""
-    start = inputs.backlog + inputs.row.alpha_ns + footprint.fixed_bytes * inputs.row.byte_ns
-    block_ns = footprint.block_bytes * inputs.row.byte_ns
-    whole = np.full_like(start, inputs.held_blocks)
-    arrival = start + (whole - inputs.own_blocks) * block_ns
-    priced = _load_to(columns, inputs, footprint, costs, whole, arrival)
-    return replace(priced, ttft_ns=np.where(whole > inputs.own_blocks, priced.ttft_ns, np.inf))
-
-
-def price_load(columns: Columns, inputs: LoadInputs, footprint: Footprint, costs: Costs) -> Priced:
-    """Load front-first from one holder, to its best boundary, then redo the rest."""
-    whole = price_whole_load(columns, inputs, footprint, costs)
-    start = inputs.backlog + inputs.row.alpha_ns + footprint.fixed_bytes * inputs.row.byte_ns
-    block_ns = footprint.block_bytes * inputs.row.byte_ns
-    free = inputs.own_blocks + _free_blocks(columns, inputs, footprint, start, block_ns)
-    partial = (free > inputs.own_blocks) & (free < inputs.held_blocks)
-    if not partial.any():
+def price_load(pair: Pair, footprint: Footprint, costs: Costs) -> Price | None:
+    """Load front-first to the better of the two boundaries, then redo the rest; None when there is nothing to load."""
+    whole = price_whole_load(pair, footprint, costs)
+    if whole is None:
+        return None
+    start_ns, block_ns = _link_times(pair, footprint)
+    free = pair.own_blocks + _free_blocks(pair, footprint, start_ns, block_ns)
+    if not pair.own_blocks < free < pair.held_blocks:
         return whole
-    boundary = np.where(partial, free, float(inputs.held_blocks))
-    arrival = start + (boundary - inputs.own_blocks) * block_ns
-    part = _load_to(columns, inputs, footprint, costs, boundary, arrival)
-    return _better(whole, replace(part, ttft_ns=np.where(partial, part.ttft_ns, np.inf)))
+    part = _load_to(pair, footprint, costs, free, start_ns + (free - pair.own_blocks) * block_ns)
+    return part if part.ttft_ns < whole.ttft_ns else whole
 
 
-def _free_blocks(columns: Columns, inputs: LoadInputs, footprint: Footprint, start: Floats, block_ns: Floats) -> Floats:
+def price_whole_load(pair: Pair, footprint: Footprint, costs: Costs) -> Price | None:
+    """Load everything the holder has, front-first, then redo the rest; None when it has nothing more."""
+    if pair.held_blocks <= pair.own_blocks:
+        return None
+    start_ns, block_ns = _link_times(pair, footprint)
+    arrival_ns = start_ns + (pair.held_blocks - pair.own_blocks) * block_ns
+    return _load_to(pair, footprint, costs, pair.held_blocks, arrival_ns)
+
+
+def _link_times(pair: Pair, footprint: Footprint) -> tuple[float, float]:
+    """When the first block could arrive, and the time of each."""
+    start_ns = pair.backlog_ns + pair.alpha_ns + footprint.fixed_bytes * pair.byte_ns
+    return start_ns, footprint.block_bytes * pair.byte_ns
+
+
+def _free_blocks(pair: Pair, footprint: Footprint, start_ns: float, block_ns: float) -> int:
     """Blocks that arrive while the GPU is busy anyway, and the next one too when waiting for it beats redoing it."""
-    slack = inputs.wait - start
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        free = np.floor(slack / block_ns)
-    free = np.clip(np.nan_to_num(free, nan=0.0), 0.0, 1e9)
-    cached = (inputs.own_blocks + free) * footprint.block_tokens
-    redo_next = footprint.block_tokens * (columns.token_ns + columns.pair_ns * (cached + 0.5 * footprint.block_tokens))
-    worth = (slack > 0.0) & ((free + 1.0) * block_ns - slack < redo_next)
-    return np.asarray(free + worth, dtype=np.float64)
+    slack = pair.wait_ns - start_ns
+    if slack <= 0.0:
+        return 0
+    span = pair.held_blocks - pair.own_blocks
+    if span * block_ns <= slack:
+        return span
+    free = int(slack / block_ns)
+    cached = (pair.own_blocks + free) * footprint.block_tokens
+    redo_next = footprint.block_tokens * (pair.token_ns + pair.pair_ns * (cached + 0.5 * footprint.block_tokens))
+    return free + 1 if (free + 1) * block_ns - slack < redo_next else free
 
 
-def _load_to(
-    columns: Columns, inputs: LoadInputs, footprint: Footprint, costs: Costs, boundary: Floats, arrival: Floats
-) -> Priced:
-    rest = prefill_ns(columns, inputs.total_tokens, boundary * footprint.block_tokens)
-    happy = np.maximum(inputs.wait, arrival) + rest
-    failed = np.maximum(inputs.wait, arrival + costs.notice_ns) + np.maximum(inputs.redo, rest)
-    ttft = happy + inputs.failure * (failed - happy)
-    return Priced(ttft, happy, rest, boundary, arrival)
+def _load_to(pair: Pair, footprint: Footprint, costs: Costs, boundary: int, arrival_ns: float) -> Price:
+    rest = pair.prefill_ns(boundary * footprint.block_tokens)
+    happy = max(pair.wait_ns, arrival_ns) + rest
+    failed = max(pair.wait_ns, arrival_ns + costs.notice_ns) + max(pair.redo_ns, rest)
+    return Price(PlanKind.LOAD, happy + pair.failure * (failed - happy), happy, rest, boundary, arrival_ns)
 
 
-def _better(left: Priced, right: Priced) -> Priced:
-    """Entry by entry the cheaper of two; the left one among equals."""
-    take = right.ttft_ns < left.ttft_ns
-    return Priced(
-        np.where(take, right.ttft_ns, left.ttft_ns),
-        np.where(take, right.happy_ns, left.happy_ns),
-        np.where(take, right.gpu_ns, left.gpu_ns),
-        np.where(take, right.boundary, left.boundary),
-        np.where(take, right.load_ns, left.load_ns),
-    )
+def split_tokens(pair: Pair, footprint: Footprint) -> float:
+    """k*: tokens of the missing prefix to compute from the front while its tail loads, in [0, span].
 
-
-def split_tokens(columns: Columns, inputs: LoadInputs, footprint: Footprint) -> Floats:
-    """k*: tokens of the missing prefix to compute from the front while its tail loads; 0 when loading is free.
-
-    Solves t0 + (a + b·o)·k + b·k²/2 + W = backlog + α + (F + (m−o−k)·s)/β, clipped to [0, m−o].
+    Solves t0 + (a + b·o)·k + b·k²/2 + W = backlog + α + (F + (span−k)·s)/β.
     """
-    token_ns = footprint.block_bytes / footprint.block_tokens * inputs.row.byte_ns
-    own = inputs.own_blocks * footprint.block_tokens
-    span = np.maximum(inputs.held_blocks * footprint.block_tokens - own, 0.0)
-    start = inputs.backlog + inputs.row.alpha_ns + footprint.fixed_bytes * inputs.row.byte_ns
-    slack = start + span * token_ns - inputs.wait - columns.t0_ns
-    linear = columns.token_ns + columns.pair_ns * own + token_ns
-    slack = np.maximum(slack, 0.0)
-    root = np.sqrt(linear * linear + 2.0 * columns.pair_ns * slack)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        meet = 2.0 * slack / (linear + root)  # the stable form of the quadratic's root, right for b = 0 too
-    return np.clip(np.nan_to_num(meet), 0.0, span)
+    own = pair.own_blocks * footprint.block_tokens
+    span = max(0, pair.held_blocks * footprint.block_tokens - own)
+    start_ns, block_ns = _link_times(pair, footprint)
+    token_ns = block_ns / footprint.block_tokens
+    slack = start_ns + span * token_ns - pair.wait_ns - pair.t0_ns
+    if slack <= 0.0:
+        return 0.0
+    linear = pair.token_ns + pair.pair_ns * own + token_ns
+    root = math.sqrt(linear * linear + 2.0 * pair.pair_ns * slack)
+    if linear + root <= 0.0:
+        return float(span)
+    return min(float(span), 2.0 * slack / (linear + root))  # the stable form of the root, right for b = 0 too
 
 
-def price_split(columns: Columns, inputs: LoadInputs, footprint: Footprint, front_tokens: Floats) -> Priced:
-    """Compute the front while the tail loads. Its worst case is the redo: a failed load only costs its help."""
-    own = inputs.own_blocks * footprint.block_tokens
-    held = np.full_like(own, inputs.held_blocks * footprint.block_tokens)
-    front = columns.t0_ns + front_tokens * (columns.token_ns + columns.pair_ns * (own + 0.5 * front_tokens))
-    token_ns = footprint.block_bytes / footprint.block_tokens * inputs.row.byte_ns
-    start = inputs.backlog + inputs.row.alpha_ns + footprint.fixed_bytes * inputs.row.byte_ns
-    arrival = start + np.maximum(held - own - front_tokens, 0.0) * token_ns
-    rest = prefill_ns(columns, inputs.total_tokens, held)
-    happy = np.maximum(inputs.wait + front, arrival) + rest
-    failed = inputs.wait + inputs.redo
-    ttft = happy + inputs.failure * np.maximum(failed - happy, 0.0)
-    applies = (held > own) & (front_tokens > 0.0) & (front_tokens < held - own)
-    return Priced(
-        np.where(applies, ttft, np.inf),
+def price_split(pair: Pair, footprint: Footprint) -> Price | None:
+    """Compute the front while the tail loads; None when the front or the tail would be empty."""
+    front = split_tokens(pair, footprint)
+    own, held = pair.own_blocks * footprint.block_tokens, pair.held_blocks * footprint.block_tokens
+    if not 1.0 <= front < held - own:
+        return None
+    front_ns = pair.t0_ns + front * (pair.token_ns + pair.pair_ns * (own + 0.5 * front))
+    start_ns, block_ns = _link_times(pair, footprint)
+    arrival_ns = start_ns + (held - own - front) * block_ns / footprint.block_tokens
+    rest = pair.prefill_ns(held)
+    happy = max(pair.wait_ns + front_ns, arrival_ns) + rest
+    failed = max(happy, pair.wait_ns + pair.redo_ns)
+    return Price(
+        PlanKind.SPLIT,
+        happy + pair.failure * (failed - happy),
         happy,
-        front + rest,
-        np.full_like(own, inputs.held_blocks),
-        arrival,
-        front_tokens,
+        front_ns + rest,
+        pair.held_blocks,
+        arrival_ns,
+        int(front),
     )

@@ -1,12 +1,14 @@
 """The decision: which worker, which plan, at what price.  (pure)
 
-`decide` prices every plan for every eligible worker and takes the least expected time to the first token, plus what
-the plan's prefill time costs the requests behind it. Ties go to the least prefill time, then to the worker with the
-fewest requests, then by a hash of the request id over the workers in key order: independent of the order of
-candidates, and different for different requests, so that several routers do not agree on one of many equal workers.
+`decide` takes the plan of least score over all eligible workers: its expected time to the first token plus its harm,
+what its prefill time costs the requests behind it (`router.planning.Harm`). Ties go to the least prefill time, then
+to the worker with the fewest requests, then by a hash of the request id over the workers in key order: independent of
+the order of candidates, and different for different requests, so that several routers do not agree on one of many
+equal workers.
 
-Holders are tried best bound first, until no plan over the rest can beat the best found; so the optimum is not lost.
-`MAX_HOLDERS` ends the search anyway, to bound the time of a decision.
+Redo is scored for all workers at once. Loads are priced pair by pair (worker, holder) in the order of a lower bound
+(`router.bounds`), until no bound is below the best score found: the optimum is not lost, and of workers × holders
+pairs a few are priced.
 """
 
 from __future__ import annotations
@@ -14,32 +16,40 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvpool.errors import UnavailableError
-from kvpool.plan import Plan, PlanKind
+from kvpool.plan import Plan
 from kvpool.types import RequestId, WorkerKey
 from router import cost
-from router.cost import LoadInputs, Priced
-from router.planning import Params, PlanPrices, Promise, build_plan, build_promise
-from router.signals import Bools, Floats, Holding, RequestView, Snapshot, holdings
+from router.bounds import Fleetwide, load_bound, rest_ns
+from router.cost import Pair, Price
+from router.planning import Harm, Params, Promise, build_plan, build_promise
+from router.signals import Bools, Floats, Holding, LinkRow, RequestView, Snapshot, holdings
 
-MAX_HOLDERS = 16
-Positions = NDArray[np.intp]
+
+class LoadPrice(NamedTuple):
+    """A plan with a load, priced for one worker and one holder."""
+
+    position: int
+    source: Holding
+    price: Price
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The verdict. The columns of ``prices`` are in the order of the snapshot's workers.
+    """The verdict. Columns are in the order of the snapshot's workers; nobody writes them any more.
 
     Attributes:
         position: index of the chosen worker.
         price_ns: expected time to the first token.
-        prices: every plan and source priced; plans over holders that were pruned are absent.
+        own: blocks of the prompt each worker holds.
+        wait, redo: wait for each GPU, and prefill of what the worker lacks.
+        loads: plans with loads that were priced; all others could not have been chosen.
         own_blocks: what the chosen worker itself has of the prompt.
-        pruned_holders: holders that were not priced because they could not have been chosen.
+        holders: workers that hold a part of the prompt and may be read.
     """
 
     request_id: RequestId
@@ -47,13 +57,37 @@ class Decision:
     position: int
     plan: Plan
     price_ns: int
-    prices: tuple[PlanPrices, ...]
+    own: Floats
+    wait: Floats
+    redo: Floats
+    loads: tuple[LoadPrice, ...]
     promise: Promise
     own_blocks: int
-    pruned_holders: int = 0
+    holders: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+class _Choice(NamedTuple):
+    """Best so far. Compared by score, then harm to others: prefill time, requests, and the turn of the worker."""
+
+    score: float
+    gpu_ns: float
+    requests: float
+    turn: int
+    position: int
+    price: Price
+    source: Holding | None
+
+
+class _Source(NamedTuple):
+    """A holder that may be read; ordered as holders are tried."""
+
+    bound: float
+    rank: int
+    holding: Holding
+    backlog_ns: float
+
+
+@dataclass(slots=True)
 class _Case:
     """Everything the parts of one decision share."""
 
@@ -65,15 +99,8 @@ class _Case:
     own: Floats
     wait: Floats
     redo: Floats
-
-    def least(self, priced: Priced) -> float:
-        """Least score of any eligible worker."""
-        return float(np.where(self.eligible, self.score(priced), np.inf).min())
-
-    def score(self, priced: Priced) -> Floats:
-        """What the choice minimises."""
-        harm = self.params.harm_weight
-        return priced.ttft_ns + harm * priced.gpu_ns if harm else priced.ttft_ns
+    rate: Floats | None
+    ticket: int
 
 
 def decide(request: RequestView, snapshot: Snapshot, params: Params) -> Decision:
@@ -83,23 +110,26 @@ def decide(request: RequestView, snapshot: Snapshot, params: Params) -> Decision
         UnavailableError: no worker can take it.
     """
     case = _open_case(request, snapshot, params)
-    prices = [PlanPrices(PlanKind.REDO, None, cost.price_redo(case.wait, case.redo, case.own))]
-    pruned = 0
+    choice = _best_redo(case)
+    loads: list[LoadPrice] = []
     if params.loads and snapshot.features.load and case.held:
-        pruned = _price_loads(case, prices)
-    chosen, position = _choose(case, prices)
+        choice = _best_load(case, choice, loads)
+    position = choice.position
     own = int(case.own[position])
-    plan = build_plan(snapshot, params, case.held, chosen, position, own)
+    plan = build_plan(snapshot, params, case.held, choice.price, choice.source, position, own)
     return Decision(
         request_id=request.request_id,
         worker=snapshot.workers[position].key,
         position=position,
         plan=plan,
-        price_ns=round(float(chosen.priced.ttft_ns[position])),
-        prices=tuple(prices),
-        promise=build_promise(request, snapshot, plan, chosen, position, own),
+        price_ns=round(choice.price.ttft_ns),
+        own=case.own,
+        wait=case.wait,
+        redo=case.redo,
+        loads=tuple(loads),
+        promise=build_promise(request, snapshot, plan, choice.price, position, own),
         own_blocks=own,
-        pruned_holders=pruned,
+        holders=len(case.held),
     )
 
 
@@ -124,12 +154,28 @@ def eligible_workers(request: RequestView, snapshot: Snapshot) -> Bools:
     return eligible
 
 
+def harm_ns(harm: Harm, gpu_ns: float, wait: float, rate: float) -> float:
+    """What ``gpu_ns`` of prefill on a worker cost the requests behind it."""
+    counted = min(gpu_ns, harm.cap_ns)
+    return counted * (harm.base + harm.follow * rate * (wait + counted))
+
+
+def _harm_columns(case: _Case, gpu: Floats) -> Floats:
+    """`harm_ns` for every worker."""
+    harm = case.params.harm
+    counted = np.minimum(gpu, harm.cap_ns)
+    if case.rate is None:
+        return counted * harm.base
+    return np.asarray(counted * (harm.base + harm.follow * case.rate * (case.wait + counted)), dtype=np.float64)
+
+
 def _open_case(request: RequestView, snapshot: Snapshot, params: Params) -> _Case:
     columns = snapshot.columns
     held = holdings(request, snapshot)
     own = np.zeros(len(columns))
     for holding in held:
         own[holding.position] = holding.blocks
+    follows = params.harm.follow > 0.0 and snapshot.arrival_scale > 0.0
     return _Case(
         request=request,
         snapshot=snapshot,
@@ -139,99 +185,149 @@ def _open_case(request: RequestView, snapshot: Snapshot, params: Params) -> _Cas
         own=own,
         wait=cost.wait_ns(columns, snapshot.now_ns, params.costs),
         redo=cost.prefill_ns(columns, request.prompt_tokens, own * snapshot.footprint.block_tokens),
+        rate=columns.arrivals * snapshot.arrival_scale if follows else None,
+        ticket=zlib.crc32(request.request_id.encode()),
     )
 
 
-def _price_loads(case: _Case, prices: list[PlanPrices]) -> int:
-    """Append the price of every plan over a holder that might win; returns how many holders were left out."""
-    columns, snapshot = case.snapshot.columns, case.snapshot
-    sources = [holding for holding in case.held if columns.holder[holding.position]]
-    bounds = _bounds(case, sources)
-    best = case.least(prices[0].priced)
-    backlog_in = np.maximum(columns.in_free_ns - snapshot.now_ns, 0.0)
-    order = sorted((bounds[i], int(columns.rank[source.position]), i) for i, source in enumerate(sources))
-    done = 0
-    for bound, _, i in order[:MAX_HOLDERS]:
-        if bound >= best and done >= case.params.priced_holders:
+def _best_redo(case: _Case) -> _Choice:
+    columns = case.snapshot.columns
+    score = case.wait + case.redo
+    if not case.params.harm.zero:
+        score += _harm_columns(case, case.redo)
+    score = np.where(case.eligible, score, np.inf)
+    least = float(score.min())
+    if not math.isfinite(least):
+        raise UnavailableError("no worker has a finite price", workers=len(columns))
+    tied = np.flatnonzero(score == least)
+    for values in (case.redo, columns.requests):
+        if len(tied) > 1:
+            seen = values[tied]
+            tied = tied[seen == seen.min()]
+    if len(tied) > 1:
+        tied = tied[np.argmin((columns.rank[tied] - case.ticket) % len(columns))][None]
+    position = int(tied[0])
+    wait, redo = float(case.wait[position]), float(case.redo[position])
+    price = cost.price_redo(wait, redo, int(case.own[position]))
+    return _Choice(least, redo, float(columns.requests[position]), _turn(case, position), position, price, None)
+
+
+def _turn(case: _Case, position: int) -> int:
+    """Place of the worker in this request's order: key order, rotated by the ticket."""
+    size = len(case.snapshot.workers)
+    return (int(case.snapshot.columns.rank[position]) - case.ticket) % size
+
+
+def _best_load(case: _Case, choice: _Choice, loads: list[LoadPrice]) -> _Choice:
+    """Price pairs in the order of their bounds until none can beat the choice; appends what was priced."""
+    fleet = _fleetwide(case)
+    for source in _sources(case):
+        if source.bound >= choice.score and len(loads) >= case.params.priced_pairs:
             break
-        done += 1
-        inputs = _load_inputs(case, sources[i], backlog_in)
-        load = cost.price_load(columns, inputs, snapshot.footprint, case.params.costs)
-        prices.append(PlanPrices(PlanKind.LOAD, sources[i], load))
-        best = min(best, case.least(load))
-        if snapshot.features.split:
-            front = cost.split_tokens(columns, inputs, snapshot.footprint)
-            split = cost.price_split(columns, inputs, snapshot.footprint, front)
-            prices.append(PlanPrices(PlanKind.SPLIT, sources[i], split))
-            best = min(best, case.least(split))
-    return len(sources) - done
+        choice = _best_from(case, fleet, source, choice, loads)
+    return choice
 
 
-def _load_inputs(case: _Case, source: Holding, backlog_in: Floats) -> LoadInputs:
-    snapshot = case.snapshot
-    key = snapshot.workers[source.position].key
-    backlog_out = max(float(snapshot.columns.out_free_ns[source.position]) - snapshot.now_ns, 0.0)
-    return LoadInputs(
+def _best_from(case: _Case, fleet: Fleetwide, source: _Source, choice: _Choice, loads: list[LoadPrice]) -> _Choice:
+    """The best of a choice and all plans over one holder."""
+    snapshot, params = case.snapshot, case.params
+    holding = source.holding
+    link = snapshot.links.best(holding.tier)
+    rest = rest_ns(fleet, holding.blocks)
+    bounds = load_bound(fleet, rest, holding.blocks, source.backlog_ns, link, split=snapshot.features.split)
+    if not params.harm.zero:
+        bounds = bounds + _harm_columns(case, rest)
+    while True:
+        position = _first(case, bounds)
+        bound = float(bounds[position])
+        if bound == math.inf or (bound >= choice.score and len(loads) >= params.priced_pairs):
+            return choice
+        bounds[position] = math.inf
+        pair = _make_pair(case, position, holding, source.backlog_ns)
+        for price in _plans(pair, snapshot, params):
+            loads.append(LoadPrice(position, holding, price))
+            offer = _offer(case, position, holding, price)
+            if offer[:4] < choice[:4]:
+                choice = offer
+
+
+def _plans(pair: Pair, snapshot: Snapshot, params: Params) -> list[Price]:
+    found = [cost.price_load(pair, snapshot.footprint, params.costs)]
+    if snapshot.features.split:
+        found.append(cost.price_split(pair, snapshot.footprint))
+    return [price for price in found if price is not None]
+
+
+def _first(case: _Case, bounds: Floats) -> int:
+    """Position of the least bound; among equals the fewest requests, then the turn."""
+    tied = np.flatnonzero(bounds == bounds.min())
+    if len(tied) == 1:
+        return int(tied[0])
+    columns = case.snapshot.columns
+    seen = columns.requests[tied]
+    tied = tied[seen == seen.min()]
+    return int(tied[np.argmin((columns.rank[tied] - case.ticket) % len(columns))])
+
+
+def _offer(case: _Case, position: int, source: Holding, price: Price) -> _Choice:
+    score = price.ttft_ns
+    if not case.params.harm.zero:
+        rate = 0.0 if case.rate is None else float(case.rate[position])
+        score += harm_ns(case.params.harm, price.gpu_ns, float(case.wait[position]), rate)
+    requests = float(case.snapshot.columns.requests[position])
+    return _Choice(score, price.gpu_ns, requests, _turn(case, position), position, price, source)
+
+
+def _fleetwide(case: _Case) -> Fleetwide:
+    columns = case.snapshot.columns
+    return Fleetwide(
+        columns=columns,
+        own=case.own,
         wait=case.wait,
-        redo=case.redo,
-        own_blocks=case.own,
-        held_blocks=source.blocks,
+        backlog_in=np.maximum(columns.in_free_ns - case.snapshot.now_ns, 0.0),
+        usable=np.where(case.eligible, 0.0, np.inf),
         total_tokens=case.request.prompt_tokens,
-        backlog=np.maximum(backlog_in, backlog_out),
-        row=snapshot.links.row(key.worker_id, source.tier, snapshot.now_ns),
-        failure=snapshot.failures.probability(key, snapshot.now_ns),
+        footprint=case.snapshot.footprint,
     )
 
 
-def _bounds(case: _Case, sources: list[Holding]) -> list[float]:
-    """For every source a score no plan over it can beat: the least wait and fastest curve of any eligible worker,
-    the source's own backlog behind the best link of the tier, and only what the source lacks left to compute."""
-    snapshot, columns, eligible = case.snapshot, case.snapshot.columns, case.eligible
-    wait = float(case.wait[eligible].min())
-    t0_ns = float(columns.t0_ns[eligible].min())
-    token_ns = float(columns.token_ns[eligible].min())
-    pair_ns = float(columns.pair_ns[eligible].min())
-    total = case.request.prompt_tokens
-    bounds = []
-    for source in sources:
-        cached = source.blocks * snapshot.footprint.block_tokens
-        rest = t0_ns + (total - cached) * (token_ns + pair_ns * 0.5 * (total + cached))
+def _sources(case: _Case) -> list[_Source]:
+    """Holders that may be read, best bound first: the least wait and the start of a load, whichever is later, then
+    what the holder lacks on the fastest worker."""
+    snapshot, columns, total = case.snapshot, case.snapshot.columns, case.request.prompt_tokens
+    wait = float(case.wait.min())
+    harm = case.params.harm
+    sources = []
+    for holding in case.held:
+        if not columns.holder[holding.position]:
+            continue
+        cached = holding.blocks * snapshot.footprint.block_tokens
+        rest = snapshot.fastest.time_ns(total - cached, cached)
+        backlog = max(float(columns.out_free_ns[holding.position]) - snapshot.now_ns, 0.0)
         start = wait
         if not snapshot.features.split:
-            backlog = max(float(columns.out_free_ns[source.position]) - snapshot.now_ns, 0.0)
-            start = max(wait, backlog + snapshot.links.best(source.tier).alpha_ns)
-        bounds.append(start + rest + case.params.harm_weight * rest)
-    return bounds
+            start = max(wait, backlog + snapshot.links.best(holding.tier).alpha_ns)
+        bound = start + rest + min(rest, harm.cap_ns) * harm.base
+        sources.append(_Source(bound, int(columns.rank[holding.position]), holding, backlog))
+    sources.sort(key=lambda source: source[:2])
+    return sources
 
 
-def _choose(case: _Case, prices: list[PlanPrices]) -> tuple[PlanPrices, int]:
-    """Least score; then least prefill time, fewest requests, and a hash of the request over the key order."""
-    columns = case.snapshot.columns
-    ticket = zlib.crc32(case.request.request_id.encode())
-    best_score = math.inf
-    ties: list[tuple[tuple[float, float, int], PlanPrices, int]] = []
-    for plan in prices:
-        score = np.where(case.eligible, case.score(plan.priced), np.inf)
-        least = float(score.min())
-        if least > best_score or least == math.inf:
-            continue
-        if least < best_score:
-            best_score, ties = least, []
-        position = _break_tie(np.flatnonzero(score == least), plan, case, ticket)
-        key = (float(plan.priced.gpu_ns[position]), float(columns.requests[position]), int(columns.rank[position]))
-        ties.append((key, plan, position))
-    if not ties:
-        raise UnavailableError("no worker has a finite price", workers=len(columns))
-    _, plan, position = min(ties, key=lambda item: item[0])
-    return plan, position
-
-
-def _break_tie(positions: Positions, plan: PlanPrices, case: _Case, ticket: int) -> int:
-    columns = case.snapshot.columns
-    for values in (plan.priced.gpu_ns, columns.requests):
-        if len(positions) == 1:
-            return int(positions[0])
-        tied = values[positions]
-        positions = positions[tied == tied.min()]
-    order = np.argsort(columns.rank[positions])
-    return int(positions[order[ticket % len(positions)]])
+def _make_pair(case: _Case, position: int, source: Holding, backlog_out: float) -> Pair:
+    snapshot, columns = case.snapshot, case.snapshot.columns
+    key = snapshot.workers[source.position].key
+    row: LinkRow = snapshot.links.row(key.worker_id, source.tier, snapshot.now_ns)
+    return Pair(
+        wait_ns=float(case.wait[position]),
+        redo_ns=float(case.redo[position]),
+        own_blocks=int(case.own[position]),
+        held_blocks=source.blocks,
+        total_tokens=case.request.prompt_tokens,
+        backlog_ns=max(backlog_out, float(columns.in_free_ns[position]) - snapshot.now_ns),
+        alpha_ns=float(row.alpha_ns[position]),
+        byte_ns=float(row.byte_ns[position]),
+        failure=snapshot.failures.probability(key, snapshot.now_ns),
+        t0_ns=float(columns.t0_ns[position]),
+        token_ns=float(columns.token_ns[position]),
+        pair_ns=float(columns.pair_ns[position]),
+    )

@@ -7,6 +7,7 @@ membership changed, or `ROW_AGE_NS` passed (learned links fade slowly).
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,8 @@ from router.ledger import Totals
 from router.signals import Columns, LinkRow, WorkerView
 
 ROW_AGE_NS = 2_000_000_000
+ARRIVAL_MEMORY_NS = 30_000_000_000  # requests older than this hardly count in a worker's arrival rate
+_MAX_EXPONENT = 50.0
 
 
 class Fleet:
@@ -33,6 +36,8 @@ class Fleet:
         self.workers: tuple[WorkerView, ...] = ()
         self.index: dict[WorkerKey, int] = {}
         self.columns = Columns.zeros(0)
+        self._arrivals_since_ns = 0
+        self._fastest: PrefillCurve | None = None
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -81,12 +86,36 @@ class Fleet:
         columns.requests[position] = reported + totals.requests
         columns.queued_tokens[position] = totals.tokens + (0 if load is None else load.queued_prefill_tokens)
 
+    def note_arrival(self, position: int, now_ns: int) -> None:
+        """A request was routed to the worker. Counts carry a common factor that grows with time, so that all of them
+        decay without being touched."""
+        exponent = (now_ns - self._arrivals_since_ns) / ARRIVAL_MEMORY_NS
+        if exponent > _MAX_EXPONENT:
+            self.columns.arrivals[:] *= math.exp(-min(exponent, 700.0))
+            self._arrivals_since_ns, exponent = now_ns, 0.0
+        self.columns.arrivals[position] += math.exp(exponent)
+
+    def arrival_scale(self, now_ns: int) -> float:
+        """What turns `Columns.arrivals` into requests per ns now."""
+        exponent = (now_ns - self._arrivals_since_ns) / ARRIVAL_MEMORY_NS
+        return math.exp(-min(exponent, 700.0)) / ARRIVAL_MEMORY_NS
+
     def set_curve(self, key: WorkerKey, curve: PrefillCurve) -> None:
         """What was learned of a member's prefill."""
         position = self.index[key]
         self.columns.t0_ns[position] = curve.t0_ns
         self.columns.token_ns[position] = curve.token_ns
         self.columns.pair_ns[position] = curve.pair_ns
+        self._fastest = None
+
+    def fastest(self) -> PrefillCurve:
+        """A curve no member's is below."""
+        if self._fastest is None:
+            columns = self.columns
+            self._fastest = PrefillCurve(
+                float(columns.t0_ns.min()), float(columns.token_ns.min()), float(columns.pair_ns.min()), 1.0
+            )
+        return self._fastest
 
     def links_changed(self, holder: WorkerId) -> None:
         """A link from this holder was observed."""
@@ -129,6 +158,7 @@ class Fleet:
         for rank, position in enumerate(order):
             self.columns.rank[position] = rank
         self._rows.clear()
+        self._fastest = None
 
     def _classify(self, position: int) -> None:
         view = self.workers[position]

@@ -6,10 +6,33 @@ from dataclasses import dataclass, field
 
 from kvpool.plan import HolderRef, LoadSlice, Plan, PlanKind
 from kvpool.types import WorkerKey
-from router.cost import Costs, Priced
+from router.cost import Costs, Price
 from router.signals import Holding, RequestView, Snapshot
 
 MAX_ALTERNATES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Harm:
+    """What g ns of prefill on a worker cost others: ``g' · (base + follow · rate · (wait + g'))``, g' = min(g, cap).
+
+    Everybody who arrives at the worker while it is busy waits g longer; their number is the worker's recent arrival
+    rate times the time it stays busy.
+
+    Attributes:
+        base: harm that is always there: capacity used is gone.
+        follow: weight of those who follow.
+        cap_ns: prefill time beyond which a request is not made to yield any further.
+    """
+
+    base: float = 0.0
+    follow: float = 0.0
+    cap_ns: float = 2e9
+
+    @property
+    def zero(self) -> bool:
+        """Nothing is ever added."""
+        return self.base == 0.0 and self.follow == 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +42,19 @@ class Params:
     Attributes:
         costs: what pricing assumes.
         loads: False prices redo only.
-        harm_weight: weight of a plan's prefill time in the score, for the requests that queue behind it.
+        harm: how a plan's prefill time counts for the requests behind it.
         deadline_factor: budget of loads in units of their predicted time.
         min_deadline_ns, min_stall_ns: floors of the load deadline and of the stall bound.
-        priced_holders: holders that are priced even when they cannot win, so that the record shows them.
+        priced_pairs: (worker, holder) pairs that are priced even when they cannot win, so that the record shows them.
     """
 
     costs: Costs = field(default_factory=Costs)
     loads: bool = True
-    harm_weight: float = 0.0
+    harm: Harm = field(default_factory=Harm)
     deadline_factor: float = 3.0
     min_deadline_ns: float = 1e9
     min_stall_ns: float = 1e9
-    priced_holders: int = 1
+    priced_pairs: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,55 +76,50 @@ class Promise:
     transfers: tuple[Transfer, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PlanPrices:
-    """Prices of one plan over one source for every worker; ``source`` is None for redo."""
-
-    kind: PlanKind
-    source: Holding | None
-    priced: Priced
-
-
 def build_plan(
-    snapshot: Snapshot, params: Params, held: list[Holding], chosen: PlanPrices, position: int, own_blocks: int
+    snapshot: Snapshot,
+    params: Params,
+    held: list[Holding],
+    price: Price,
+    source: Holding | None,
+    position: int,
+    own_blocks: int,
 ) -> Plan:
     """The plan of the worker at ``position``; other holders of the first missing block stand behind the source."""
-    predicted_ns = round(float(chosen.priced.happy_ns[position]))
-    source = chosen.source
+    predicted_ns = round(price.happy_ns)
     if source is None:
         return Plan(kind=PlanKind.REDO, predicted_ttft_ns=predicted_ns)
-    stop = int(chosen.priced.boundary[position])
-    start, split = own_blocks, None
-    if chosen.priced.front_tokens is not None:
-        split = round(float(chosen.priced.front_tokens[position]))
-        start = min(stop - 1, own_blocks + split // snapshot.footprint.block_tokens)
+    start = own_blocks
+    if price.front_tokens is not None:
+        start = min(price.boundary - 1, own_blocks + price.front_tokens // snapshot.footprint.block_tokens)
     holder = snapshot.workers[source.position]
     piece = LoadSlice(
         start=start,
-        stop=stop,
+        stop=price.boundary,
         holder=holder.key,
         transport=holder.transport,
         data_address=holder.data_address,
         tier=source.tier,
         alternates=_alternates(snapshot, held, source, position, start),
     )
-    arrival_ns = float(chosen.priced.load_ns[position])
     return Plan(
-        kind=chosen.kind,
+        kind=price.kind,
         loads=(piece,),
-        split_tokens=split,
-        load_deadline_ns=round(max(params.min_deadline_ns, params.deadline_factor * arrival_ns)),
-        stall_ns=round(max(params.min_stall_ns, arrival_ns)),
+        split_tokens=price.front_tokens,
+        load_deadline_ns=round(max(params.min_deadline_ns, params.deadline_factor * price.load_ns)),
+        stall_ns=round(max(params.min_stall_ns, price.load_ns)),
         predicted_ttft_ns=predicted_ns,
     )
 
 
 def build_promise(
-    request: RequestView, snapshot: Snapshot, plan: Plan, chosen: PlanPrices, position: int, own_blocks: int
+    request: RequestView, snapshot: Snapshot, plan: Plan, price: Price, position: int, own_blocks: int
 ) -> Promise:
     """GPU and link time the plan takes."""
     footprint = snapshot.footprint
     worker = snapshot.workers[position].key
+    if not plan.loads:
+        return Promise(worker, price.gpu_ns, request.prompt_tokens - own_blocks * footprint.block_tokens)
     transfers = []
     for piece in plan.loads:
         row = snapshot.links.row(piece.holder.worker_id, piece.tier, snapshot.now_ns)
@@ -109,7 +127,7 @@ def build_promise(
         transfers.append(Transfer(piece.holder, num_bytes, num_bytes * float(row.byte_ns[position])))
     loaded = sum(piece.stop - piece.start for piece in plan.loads)
     tokens = request.prompt_tokens - (own_blocks + loaded) * footprint.block_tokens
-    return Promise(worker, float(chosen.priced.gpu_ns[position]), tokens, tuple(transfers))
+    return Promise(worker, price.gpu_ns, tokens, tuple(transfers))
 
 
 def _alternates(
@@ -118,13 +136,13 @@ def _alternates(
     """Other holders of at least the first block to load, longest prefix first, then least busy link, then key."""
     columns = snapshot.columns
     others = [
-        item
+        (-item.blocks, float(columns.out_free_ns[item.position]), int(columns.rank[item.position]), item)
         for item in held
         if item.blocks > start and item.position not in (source.position, reader) and columns.holder[item.position]
     ]
-    others.sort(key=lambda item: (-item.blocks, columns.out_free_ns[item.position], columns.rank[item.position]))
+    others.sort(key=lambda entry: entry[:3])
     refs = []
-    for item in others[:MAX_ALTERNATES]:
+    for _, _, _, item in others[:MAX_ALTERNATES]:
         view = snapshot.workers[item.position]
         refs.append(HolderRef(view.key, view.data_address, item.tier, item.blocks))
     return tuple(refs)

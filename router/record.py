@@ -16,11 +16,11 @@ from kvpool.plan import PlanKind
 from kvpool.reports import RequestOutcome
 from kvpool.types import RequestId, WorkerKey
 from router.decide import Decision
-from router.signals import Bools, Floats, RequestView
+from router.signals import Bools, RequestView
 
 MAX_RECORD_BYTES = 256 * 1024 * 1024
 _RECORD_OVERHEAD_BYTES = 1024
-_COLUMNS_PER_PLAN = 5
+_BYTES_PER_WORKER = 3 * 8 + 1
 _CANDIDATES_SHOWN = 12
 
 
@@ -49,7 +49,6 @@ class DecisionRecord:
         request: what was known of the request.
         workers: candidates, in the order of all columns.
         eligible: which of them could take the request.
-        wait_ns: columns of waits for the GPU.
         decision: verdict and prices.
         outcome: what became of it, None until reported.
     """
@@ -60,34 +59,29 @@ class DecisionRecord:
     request: RequestView
     workers: tuple[WorkerKey, ...]
     eligible: Bools
-    wait_ns: Floats
     decision: Decision
     outcome: RequestOutcome | None = None
 
     def candidates(self) -> list[Candidate]:
-        """Every eligible worker × plan that applies, cheapest first."""
+        """Every eligible worker with redo, and every load that was priced, cheapest first. Loads that are absent were
+        bounded away: they could not have been chosen."""
+        decision = self.decision
         found = []
-        own = self.decision.prices[0].priced.boundary if self.decision.prices else None
-        for plan in self.decision.prices:
-            source = None if plan.source is None else self.workers[plan.source.position]
-            for position, worker in enumerate(self.workers):
-                price = float(plan.priced.ttft_ns[position])
-                if not self.eligible[position] or not math.isfinite(price):
-                    continue
-                found.append(
-                    Candidate(
-                        worker=worker,
-                        kind=plan.kind,
-                        price_ns=round(price),
-                        wait_ns=round(float(self.wait_ns[position])),
-                        own_blocks=0 if own is None else int(own[position]),
-                        source=source,
-                        boundary_blocks=int(plan.priced.boundary[position]),
-                        load_ns=round(float(plan.priced.load_ns[position])),
-                    )
-                )
+        for position, worker in enumerate(self.workers):
+            price = float(decision.wait[position] + decision.redo[position])
+            if self.eligible[position] and math.isfinite(price):
+                found.append(self._candidate(worker, position, PlanKind.REDO, price))
+        for position, holding, priced in decision.loads:
+            source = self.workers[holding.position]
+            item = self._candidate(self.workers[position], position, priced.kind, priced.ttft_ns)
+            found.append(replace(item, source=source, boundary_blocks=priced.boundary, load_ns=round(priced.load_ns)))
         found.sort(key=lambda item: (item.price_ns, str(item.worker), item.kind.value, str(item.source)))
         return found
+
+    def _candidate(self, worker: WorkerKey, position: int, kind: PlanKind, price: float) -> Candidate:
+        decision = self.decision
+        own = int(decision.own[position])
+        return Candidate(worker, kind, round(price), round(float(decision.wait[position])), own, None, own)
 
     def runner_up(self) -> Candidate | None:
         """Cheapest candidate that differs from the choice in worker or plan."""
@@ -124,7 +118,7 @@ class DecisionRecord:
             "own_blocks": self.decision.own_blocks,
             "price_ns": self.decision.price_ns,
             "predicted_ttft_ns": plan.predicted_ttft_ns,
-            "pruned_holders": self.decision.pruned_holders,
+            "holders": self.decision.holders,
             "candidates": [_candidate_dict(item) for item in self.candidates()],
             "runner_up": None if runner_up is None else _candidate_dict(runner_up),
             "outcome": None if self.outcome is None else asdict(self.outcome),
@@ -132,8 +126,7 @@ class DecisionRecord:
 
     def num_bytes(self) -> int:
         """Roughly what the record occupies."""
-        columns = 2 + _COLUMNS_PER_PLAN * len(self.decision.prices)
-        return _RECORD_OVERHEAD_BYTES + 8 * columns * len(self.workers)
+        return _RECORD_OVERHEAD_BYTES + _BYTES_PER_WORKER * len(self.workers) + 200 * len(self.decision.loads)
 
 
 class RecordStore:
@@ -213,8 +206,8 @@ def explain_lines(record: DecisionRecord) -> list[str]:
         )
     if len(candidates) > _CANDIDATES_SHOWN:
         lines.append(f"    … and {len(candidates) - _CANDIDATES_SHOWN} dearer ones")
-    if decision.pruned_holders:
-        lines.append(f"  {decision.pruned_holders} further holders could not have won and were not priced")
+    if decision.holders:
+        lines.append(f"  loads not listed (from {decision.holders} holders) could not have been chosen")
     lines.extend(_outcome_lines(record))
     return lines
 

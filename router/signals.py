@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvpool.reports import WorkerLoad
 from kvpool.types import BlockHash, MemberState, RequestId, Role, Tier, WorkerId, WorkerKey
-from router.estimators import LinkCurve
+from router.estimators import LinkCurve, PrefillCurve
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -76,6 +76,7 @@ class Columns:
         in_free_ns, out_free_ns: moment when promised loads into and out of the worker end.
         requests: requests admitted or promised and not finished.
         queued_tokens: prompt tokens to compute, reported and promised.
+        arrivals: decayed count of requests routed to the worker; `arrival_scale` turns it into a rate.
         t0_ns, token_ns, pair_ns: prefill curve (`router.estimators.PrefillCurve`).
     """
 
@@ -88,6 +89,7 @@ class Columns:
     out_free_ns: Floats
     requests: Floats
     queued_tokens: Floats
+    arrivals: Floats
     t0_ns: Floats
     token_ns: Floats
     pair_ns: Floats
@@ -171,7 +173,9 @@ class Snapshot:
             may be absent.
         footprint: bytes of the model's KV.
         links, failures: learned curves and rates.
+        fastest: a prefill curve no worker's is below.
         features: what the workers can execute.
+        arrival_scale: ``columns.arrivals * arrival_scale`` is the recent rate of requests per ns of each worker.
     """
 
     now_ns: int
@@ -182,7 +186,9 @@ class Snapshot:
     footprint: Footprint
     links: LinkView
     failures: FailureView
+    fastest: PrefillCurve
     features: Features = field(default_factory=Features)
+    arrival_scale: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,10 @@ from random import Random
 
 import numpy as np
 
-from kvpool.plan import PlanKind
 from router import cost
-from router.cost import Costs, LoadInputs, Priced
-from router.decide import Decision, eligible_workers
-from router.planning import Params, PlanPrices, build_plan, build_promise
+from router.cost import Costs, Pair, Price
+from router.decide import Decision, LoadPrice, eligible_workers
+from router.planning import Params, build_plan, build_promise
 from router.signals import Bools, Floats, Holding, RequestView, Snapshot, holdings
 
 
@@ -45,6 +44,10 @@ class Facts:
     def uncached_tokens(self) -> Floats:
         """Prompt tokens each worker lacks."""
         return self.request.prompt_tokens - self.own_tokens
+
+    def redo_price(self, position: int) -> Price:
+        """Redo on one worker."""
+        return cost.price_redo(float(self.wait[position]), float(self.redo[position]), int(self.own[position]))
 
     def least(self, values: Floats, rng: Random | None = None) -> int:
         """Candidate with the least value; the first in key order among equals, or a random one."""
@@ -96,47 +99,49 @@ class Rule:
 
     def redo_on(self, facts: Facts, position: int) -> Decision:
         """Redo what the worker at ``position`` lacks."""
-        redo = PlanPrices(PlanKind.REDO, None, cost.price_redo(facts.wait, facts.redo, facts.own))
-        return self._decision(facts, (redo,), redo, position)
+        return self._decision(facts, position, facts.redo_price(position), None)
 
     def load_on(self, facts: Facts, position: int, source: Holding) -> Decision:
         """Load everything the source has and the worker lacks, then redo the rest."""
-        redo = PlanPrices(PlanKind.REDO, None, cost.price_redo(facts.wait, facts.redo, facts.own))
-        if source.blocks <= facts.own[position]:
-            return self._decision(facts, (redo,), redo, position)
-        load = PlanPrices(PlanKind.LOAD, source, self._whole_load(facts, source))
-        return self._decision(facts, (redo, load), load, position)
-
-    def _whole_load(self, facts: Facts, source: Holding) -> Priced:
-        """The price of loading all the source has, without choosing a boundary."""
-        snapshot = facts.snapshot
+        snapshot, columns = facts.snapshot, facts.snapshot.columns
         key = snapshot.workers[source.position].key
         now_ns = snapshot.now_ns
-        backlog_out = max(float(snapshot.columns.out_free_ns[source.position]) - now_ns, 0.0)
-        backlog_in = np.maximum(snapshot.columns.in_free_ns - now_ns, 0.0)
-        inputs = LoadInputs(
-            wait=facts.wait,
-            redo=facts.redo,
-            own_blocks=facts.own,
+        row = snapshot.links.row(key.worker_id, source.tier, now_ns)
+        busy_ns = max(float(columns.out_free_ns[source.position]), float(columns.in_free_ns[position])) - now_ns
+        pair = Pair(
+            wait_ns=float(facts.wait[position]),
+            redo_ns=float(facts.redo[position]),
+            own_blocks=int(facts.own[position]),
             held_blocks=source.blocks,
             total_tokens=facts.request.prompt_tokens,
-            backlog=np.maximum(backlog_in, backlog_out),
-            row=snapshot.links.row(key.worker_id, source.tier, now_ns),
+            backlog_ns=max(busy_ns, 0.0),
+            alpha_ns=float(row.alpha_ns[position]),
+            byte_ns=float(row.byte_ns[position]),
             failure=snapshot.failures.probability(key, now_ns),
+            t0_ns=float(columns.t0_ns[position]),
+            token_ns=float(columns.token_ns[position]),
+            pair_ns=float(columns.pair_ns[position]),
         )
-        return cost.price_whole_load(snapshot.columns, inputs, snapshot.footprint, self.params.costs)
+        load = cost.price_whole_load(pair, snapshot.footprint, self.params.costs)
+        if load is None:
+            return self.redo_on(facts, position)
+        return self._decision(facts, position, load, source)
 
-    def _decision(self, facts: Facts, prices: tuple[PlanPrices, ...], chosen: PlanPrices, position: int) -> Decision:
+    def _decision(self, facts: Facts, position: int, price: Price, source: Holding | None) -> Decision:
         snapshot = facts.snapshot
         own = int(facts.own[position])
-        plan = build_plan(snapshot, self.params, facts.held, chosen, position, own)
+        plan = build_plan(snapshot, self.params, facts.held, price, source, position, own)
         return Decision(
             request_id=facts.request.request_id,
             worker=snapshot.workers[position].key,
             position=position,
             plan=plan,
-            price_ns=round(float(chosen.priced.ttft_ns[position])),
-            prices=prices,
-            promise=build_promise(facts.request, snapshot, plan, chosen, position, own),
+            price_ns=round(price.ttft_ns),
+            own=facts.own,
+            wait=facts.wait,
+            redo=facts.redo,
+            loads=() if source is None else (LoadPrice(position, source, price),),
+            promise=build_promise(facts.request, snapshot, plan, price, position, own),
             own_blocks=own,
+            holders=len(facts.held),
         )

@@ -48,8 +48,11 @@ class NodeCache:
                 return i
         return len(chain)
 
-    def insert(self, chain: Sequence[int], start: int = 0) -> tuple[list[int], list[int]]:
+    def insert(self, chain: Sequence[int], start: int = 0, *, pin: bool = False) -> tuple[list[int], list[int]]:
         """Make ``chain`` whole from ``start`` (earlier blocks must be here) and the most recently used.
+
+        Args:
+            pin: use the blocks from ``start`` on, until `unpin`.
 
         Returns:
             Blocks that are new, and blocks that were evicted for them.
@@ -65,6 +68,8 @@ class NodeCache:
                 if parent is not None:
                     self._entries[parent].children += 1
                 new.append(block)
+        if pin:
+            self.pin(chain[start:])
         self._touch(chain)
         return new, self._shrink()
 

@@ -563,8 +563,7 @@ class Cluster:
         have = len(job.pinned)
         if stop <= have:
             return
-        new, evicted = node.cache.insert(job.chain[:stop], have)
-        node.cache.pin(job.chain[have:stop])
+        new, evicted = node.cache.insert(job.chain[:stop], have, pin=True)
         job.pinned.extend(job.chain[have:stop])
         if new:
             self.loop.after(self._timing.index_ns, self._index.add, node.number, new)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from kvpool.plan import PlanKind
 from kvpool.types import Tier
-from router import decide as decide_module
+from router import cost
 from router.cost import Costs
-from router.decide import Decision, decide
+from router.decide import Decision, decide, harm_ns
 from router.estimators import LinkCurve, PrefillCurve
-from router.planning import Params
-from router.signals import Features, Footprint
+from router.planning import Harm, Params
+from router.signals import Features, Footprint, Snapshot, holdings
 from tests.unit.router_kit import FOOTPRINT, FixedFailures, Worker, key, request, snapshot
 
 SETTINGS = settings(max_examples=150, deadline=None)
@@ -49,11 +49,13 @@ def clusters(draw: st.DrawFn, least: int = 1) -> list[Worker]:
 
 features = st.builds(Features, split=st.booleans())
 rates = st.floats(0.0, 0.9)
+harms = st.builds(Harm, base=st.floats(0.0, 3.0), follow=st.floats(0.0, 3.0), cap_ns=st.floats(1.0, 1e11))
+PLAIN = Params(harm=Harm())
 
 
 def price(workers: list[Worker], link: LinkCurve, rate: float, able: Features, tokens: int = 1600) -> Decision:
     shot = snapshot(workers, links=link, failures=FixedFailures(rate), features=able)
-    return decide(request(tokens), shot, Params())
+    return decide(request(tokens), shot, PLAIN)
 
 
 @SETTINGS
@@ -133,8 +135,10 @@ def test_scaling_all_times_scales_the_price(
         failures=FixedFailures(rate),
         features=able,
     )
-    stretched = Params(costs=Costs(costs.notice_ns * factor, costs.unknown_wait_ns * factor, costs.stale_report_ns))
-    expected = decide(request(), base, Params()).price_ns * factor
+    stretched = Params(
+        costs=Costs(costs.notice_ns * factor, costs.unknown_wait_ns * factor, costs.stale_report_ns), harm=Harm()
+    )
+    expected = decide(request(), base, PLAIN).price_ns * factor
     assert decide(request(), other, stretched).price_ns == pytest.approx(expected, rel=1e-6, abs=2 * max(1.0, factor))
 
 
@@ -162,13 +166,51 @@ def test_an_unknown_worker_is_never_preferred_to_the_same_worker_known_idle(
 
 
 @SETTINGS
-@given(clusters(2), links, rates, features)
-def test_pruning_holders_loses_no_optimum(workers: list[Worker], link: LinkCurve, rate: float, able: Features) -> None:
+@given(clusters(2), links, rates, features, harms, st.lists(st.floats(0.0, 1e3), min_size=6, max_size=6))
+def test_bounds_lose_no_optimum(
+    workers: list[Worker], link: LinkCurve, rate: float, able: Features, harm: Harm, arrivals: list[float]
+) -> None:
     shot = snapshot(workers, links=link, failures=FixedFailures(rate), features=able)
-    pruned = decide(request(), shot, Params(priced_holders=0))
-    everything = decide(request(), shot, Params(priced_holders=decide_module.MAX_HOLDERS))
-    assert everything.pruned_holders == 0
-    assert pruned.price_ns == everything.price_ns
+    shot.columns.arrivals[:] = arrivals[: len(workers)]
+    shot = replace(shot, arrival_scale=1e-9)
+    pruned = decide(request(), shot, Params(priced_pairs=0, harm=harm))
+    everything = _every_score(shot, harm)
+    assert _score(shot, harm, pruned.position, pruned.price_ns, pruned.promise.gpu_ns) == pytest.approx(
+        min(everything), rel=1e-9, abs=2.0
+    )
+
+
+def _score(shot: Snapshot, harm: Harm, position: int, ttft_ns: float, gpu_ns: float) -> float:
+    wait = cost.wait_ns(shot.columns, shot.now_ns, Costs())
+    rate = float(shot.columns.arrivals[position]) * shot.arrival_scale
+    return ttft_ns + harm_ns(harm, gpu_ns, float(wait[position]), rate)
+
+
+def _every_score(shot: Snapshot, harm: Harm) -> list[float]:
+    """Scores of all plans over all pairs, without any bound."""
+    columns, tokens = shot.columns, 1600
+    waits = cost.wait_ns(columns, shot.now_ns, Costs())
+    held = holdings(request(tokens), shot)
+    own = {item.position: item.blocks for item in held}
+    found = []
+    for i in range(len(columns)):
+        curve = PrefillCurve(float(columns.t0_ns[i]), float(columns.token_ns[i]), float(columns.pair_ns[i]))
+        mine = own.get(i, 0)
+        redo = curve.time_ns(tokens - 16 * mine, 16 * mine)
+        found.append(_score(shot, harm, i, float(waits[i]) + redo, redo))
+        for item in held:
+            row = shot.links.row(shot.workers[item.position].key.worker_id, item.tier, shot.now_ns)
+            backlog = max(columns.out_free_ns[item.position], columns.in_free_ns[i]) - shot.now_ns
+            pair = cost.Pair(
+                float(waits[i]), redo, mine, item.blocks, tokens, max(0.0, float(backlog)),
+                float(row.alpha_ns[i]), float(row.byte_ns[i]), shot.failures.probability(key(0), shot.now_ns),
+                curve.t0_ns, curve.token_ns, curve.pair_ns,
+            )  # fmt: skip
+            plans = [cost.price_load(pair, shot.footprint, Costs())]
+            if shot.features.split:
+                plans.append(cost.price_split(pair, shot.footprint))
+            found.extend(_score(shot, harm, i, plan.ttft_ns, plan.gpu_ns) for plan in plans if plan is not None)
+    return found
 
 
 @SETTINGS
@@ -187,4 +229,4 @@ def test_fixed_bytes_never_make_a_plan_cheaper(workers: list[Worker], link: Link
     heavier = Footprint(FOOTPRINT.block_tokens, FOOTPRINT.block_bytes, extra)
     plain = snapshot(workers, links=link, failures=FixedFailures(rate))
     loaded = snapshot(workers, links=link, failures=FixedFailures(rate), footprint=heavier)
-    assert decide(request(), loaded, Params()).price_ns >= decide(request(), plain, Params()).price_ns
+    assert decide(request(), loaded, PLAIN).price_ns >= decide(request(), plain, PLAIN).price_ns

@@ -1,0 +1,91 @@
+"""Lower bounds on the score of loads, for all workers at once: what lets `router.decide` price few pairs.  (pure)
+
+For one holder, the bound of a worker is the price of its best load over the *best* link of the tier, without failures;
+the harm is that of the prefill that is left in any case. With equal links and no failures bound and score agree, so
+the search ends after the first pair. Arrays are columns in the order of the workers, times in ns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from router.estimators import LinkCurve
+from router.signals import Columns, Floats, Footprint
+
+
+class Fleetwide(NamedTuple):
+    """What all bounds of one decision share.
+
+    Attributes:
+        own: blocks each worker has.
+        wait: W of each worker.
+        backlog_in: how long each worker's way in is promised.
+        usable: False for workers that may not take the request, as inf to add: 0 or inf.
+        total_tokens: length of the prompt.
+    """
+
+    columns: Columns
+    own: Floats
+    wait: Floats
+    backlog_in: Floats
+    usable: Floats
+    total_tokens: int
+    footprint: Footprint
+
+
+def rest_ns(fleet: Fleetwide, blocks: int) -> Floats:
+    """P(n − c | c) behind a prefix of ``blocks``; inf for workers that have as much or may not take the request."""
+    columns, total = fleet.columns, fleet.total_tokens
+    cached = blocks * fleet.footprint.block_tokens
+    rest = columns.t0_ns + (total - cached) * (columns.token_ns + (0.5 * (total + cached)) * columns.pair_ns)
+    rest += fleet.usable
+    rest[fleet.own >= blocks] = np.inf
+    return rest
+
+
+def load_bound(
+    fleet: Fleetwide, rest: Floats, blocks: int, backlog_out: float, link: LinkCurve, *, split: bool
+) -> Floats:
+    """Least time to the first token by any plan that loads from a holder of ``blocks``; inf where ``rest`` is."""
+    footprint, wait = fleet.footprint, fleet.wait
+    block_ns = footprint.block_bytes * link.byte_ns
+    fixed_ns = link.alpha_ns + footprint.fixed_bytes * link.byte_ns
+    start = np.maximum(fleet.backlog_in, backlog_out)
+    start += fixed_ns
+    span = blocks - fleet.own
+    arrival = start + span * block_ns
+    bound = np.maximum(wait, arrival) + rest
+    late = arrival > wait
+    if not late.any():
+        return bound
+    partial = late & (start < wait)
+    if partial.any() and block_ns > 0.0:
+        bound = np.minimum(bound, _partial_bound(fleet, rest, start, block_ns, blocks, partial))
+    return np.minimum(bound, _split_bound(fleet, rest, arrival, span, block_ns)) if split else bound
+
+
+def _partial_bound(
+    fleet: Fleetwide, rest: Floats, start: Floats, block_ns: float, blocks: int, partial: np.ndarray
+) -> Floats:
+    """W + P(n − m | m) at a boundary no plan that fills the wait for the GPU passes."""
+    columns, total = fleet.columns, fleet.total_tokens
+    reach = np.minimum(fleet.own + (fleet.wait - start) / block_ns + 1.0, float(blocks))
+    cached = reach * fleet.footprint.block_tokens
+    redo = columns.t0_ns + (total - cached) * (columns.token_ns + 0.5 * (total + cached) * columns.pair_ns)
+    return np.where(partial & np.isfinite(rest), fleet.wait + redo, np.inf)
+
+
+def _split_bound(fleet: Fleetwide, rest: Floats, arrival: Floats, span: Floats, block_ns: float) -> Floats:
+    """W + C(k*) + rest, with k* in closed form (see `router.cost.split_tokens`)."""
+    columns, block_tokens = fleet.columns, fleet.footprint.block_tokens
+    token_ns = block_ns / block_tokens
+    slack = np.maximum(arrival - fleet.wait - columns.t0_ns, 0.0)
+    base = columns.token_ns + columns.pair_ns * (block_tokens * fleet.own)
+    linear = base + token_ns
+    root = np.sqrt(linear * linear + 2.0 * columns.pair_ns * slack)
+    front = np.minimum(2.0 * slack / np.maximum(linear + root, 1e-300), np.maximum(span, 0.0) * block_tokens)
+    compute = columns.t0_ns + front * (base + 0.5 * columns.pair_ns * front)
+    met = arrival - front * token_ns
+    return np.asarray(np.maximum(fleet.wait, np.minimum(fleet.wait + compute, met)) + rest, dtype=np.float64)
