@@ -523,8 +523,8 @@ class ReaderHalf:
         request, peer = reading.task.request, str(link.peer.key)
         quiet_ns = now_ns - max(link.last_progress_ns, reading.last_progress_ns)
         if reading.gave_up_ns is not None:
-            others = len(link.readings) > 1
-            patience_ns = max(request.stall_ns, self._options.drain_ns) if others else self._options.drain_ns
+            alone = len(link.readings) == 1
+            patience_ns = min(request.stall_ns, self._options.drain_ns) if alone else request.stall_ns
             if quiet_ns > patience_ns or now_ns - reading.gave_up_ns > 4 * self._options.drain_ns:
                 self._break(link, StallError(f"the link to {peer} was closed to fence a read", peer=peer), now_ns)
             return

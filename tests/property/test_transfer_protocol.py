@@ -1,0 +1,427 @@
+"""Reader and holder of the UCX transport over a hostile network, one thread, one seed, simulated time.
+
+The fake fabric below keeps UCX's promises and no more: control messages may be lost, doubled, cut short or late; data
+lands in two steps; a connection may die; a forced close completes unmatched receives at once but lets a landing one
+take its time, or for ever. Checked after every step: bytes land only in pages of reads that are not terminal; what
+counts as arrived is right. Checked at the end: every read is terminal, every read lease released, counts at zero.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpool.errors import IntegrityError, PeerGoneError, StallError
+from kvpool.transport.base import BlockStatus, BlockWant, HeldBlock, Peer, ReadRequest, ReadState
+from kvpool.transport.handle import LocalEnd, ReadTask
+from kvpool.transport.ucx.fabric import Arrival, message_of
+from kvpool.transport.ucx.reader import ReaderHalf
+from kvpool.transport.ucx.server import ServerHalf
+from kvpool.transport.ucx.settings import UcxOptions
+from kvpool.transport.wire import decode, is_data_tag
+from kvpool.types import BlockHash, WorkerEpoch, WorkerId, WorkerKey
+
+MS = 1_000_000
+BLOCK = 64
+BLOCKS = 48
+HOLDER = WorkerKey(WorkerId("holder"), WorkerEpoch(3))
+READER = WorkerKey(WorkerId("reader"), WorkerEpoch(1))
+OPTIONS = UcxOptions(
+    max_run_bytes=4 * BLOCK,
+    link_window_bytes=12 * BLOCK,
+    link_window_runs=6,
+    open_pulls_per_link=2,
+    lease_slack_ns=50 * MS,
+)
+
+
+class Operation:
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+        self.completed = False
+        self.failure: PeerGoneError | None = None
+
+    def error(self) -> PeerGoneError | None:
+        return self.failure
+
+    def end(self, failure: PeerGoneError | None = None) -> None:
+        if not self.completed:
+            self.completed, self.failure = True, failure
+
+
+class Faults:
+    """Chances of each fault, drawn once per run."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.drop, self.double, self.cut, self.flip, self.die = (rng.choice([0, 0, 0.02, 0.1]) for _ in range(5))
+        self.stuck = rng.choice([0, 0, 0.5])  # a landing receive outlives its connection
+
+
+class Net:
+    def __init__(self, rng: random.Random, faults: Faults) -> None:
+        self.rng = rng
+        self.faults = faults
+        self.ports: dict[bytes, Port] = {}
+        self.flying: list[tuple[Connection, Port, int, Any, Operation]] = []
+        self.landing: list[tuple[Connection | None, Any, Any, Operation, Operation]] = []
+        self.connections: list[Connection] = []
+        self.healed = False
+        self.stopped = False
+        self.landed: list[Any] = []
+
+    def step(self) -> None:
+        """Move one thing."""
+        if self.stopped:
+            return
+        if self.landing and self.rng.random() < 0.5:
+            self._land(self.rng.randrange(len(self.landing)))
+        elif self.flying:
+            # Messages of one connection stay in order; which connection moves is random.
+            first: dict[int, int] = {}
+            for index, item in enumerate(self.flying):
+                first.setdefault(id(item[0]), index)
+            self._arrive(*self.flying.pop(self.rng.choice(sorted(first.values()))))
+        if not self.healed and self.connections and self.rng.random() < self.faults.die / 10:
+            self.rng.choice(self.connections).fail()
+
+    def _arrive(self, connection: Connection, port: Port, tag: int, data: Any, sent: Operation) -> None:
+        if not connection.alive:
+            sent.end(PeerGoneError("closed"))
+            return
+        if is_data_tag(tag):
+            posted = port.posted.pop(tag, None)
+            if posted is None:
+                port.inbox.append(Arrival(tag, _done(bytes(data))))  # type: ignore[arg-type]
+                sent.end()
+                return
+            owner, operation = posted
+            self.landing.append((owner, operation.buffer, data, operation, sent))
+            return
+        sent.end()
+        raw = bytearray(data)
+        chance = self.rng.random
+        if not self.healed:
+            if chance() < self.faults.drop:
+                return
+            if chance() < self.faults.cut:
+                del raw[self.rng.randrange(len(raw)) :]
+            if chance() < self.faults.double:
+                port.inbox.append(Arrival(tag, _done(raw)))  # type: ignore[arg-type]
+        port.inbox.append(Arrival(tag, _done(raw)))  # type: ignore[arg-type]
+
+    def _land(self, index: int) -> None:
+        owner, into, data, received, sent = self.landing[index]
+        if owner is None and not self.healed:
+            return  # stuck: its connection is closed and it neither lands nor completes until the end of the faults
+        self.landing.pop(index)
+        into[:] = data
+        if not self.healed and self.rng.random() < self.faults.flip:
+            into[self.rng.randrange(len(into))] ^= 0x10
+        self.landed.append(into)
+        received.end()
+        sent.end()
+
+    def close(self, connection: Connection) -> None:
+        for item in [item for item in self.flying if item[0] is connection]:
+            self.flying.remove(item)
+            item[4].end(PeerGoneError("closed"))
+        for tag, (owner, operation) in list(connection.port.posted.items()):
+            if owner is connection:
+                del connection.port.posted[tag]
+                operation.end(PeerGoneError("closed"))
+        for index, (owner, into, data, received, sent) in reversed(list(enumerate(self.landing))):
+            if owner is connection:
+                if not self.healed and self.rng.random() < self.faults.stuck:
+                    self.landing[index] = (None, into, data, received, sent)
+                else:
+                    del self.landing[index]
+                    received.end(PeerGoneError("closed"))
+                    sent.end(PeerGoneError("closed"))
+
+
+def _done(raw: Any) -> Operation:
+    operation = Operation(memoryview(raw))
+    operation.end()
+    return operation
+
+
+class Port:
+    def __init__(self, net: Net, name: str) -> None:
+        self.net = net
+        self.address = name.encode()
+        self.inbox: deque[Arrival] = deque()
+        self.posted: dict[int, tuple[Connection, Operation]] = {}
+        net.ports[self.address] = self
+
+    def connect(self, address: bytes, peer: str) -> Connection:
+        connection = Connection(self, self.net.ports[address])
+        self.net.connections.append(connection)
+        return connection
+
+    def arrival(self) -> Arrival | None:
+        return self.inbox.popleft() if self.inbox else None
+
+    def progress_all(self) -> None:
+        pass
+
+
+class Connection:
+    def __init__(self, port: Port, other: Port) -> None:
+        self.port, self.other = port, other
+        self.alive = True
+        self.closed = True
+
+    def send(self, data: Any, tag: int) -> Operation:
+        operation = Operation(data)
+        if self.alive:
+            self.port.net.flying.append((self, self.other, tag, data, operation))
+        else:
+            operation.end(PeerGoneError("dead"))
+        return operation
+
+    def receive(self, into: Any, tag: int) -> Operation:
+        operation = Operation(into)
+        self.port.posted[tag] = (self, operation)
+        return operation
+
+    def failure(self) -> None:
+        return None
+
+    def fail(self) -> None:
+        self.alive = False
+
+    def close(self) -> None:
+        self.alive = False
+        self.port.net.close(self)
+
+
+class InlineVerifier:
+    def __init__(self) -> None:
+        self.jobs: deque[Any] = deque()
+
+    def submit(self, checks: Any, then: Any) -> None:
+        self.jobs.append((checks, then))
+
+    def run_one(self, now_ns: int) -> None:
+        if self.jobs:
+            checks, then = self.jobs.popleft()
+            then([check.run() for check in checks], now_ns)
+
+
+class Store:
+    def __init__(self) -> None:
+        self.leases: set[int] = set()
+        self.ids = itertools.count(1)
+        self.held: dict[BlockHash, HeldBlock] = {}
+
+    def pin(self, reader: WorkerKey, hashes: Any) -> tuple[int, tuple[HeldBlock | None, ...]]:
+        lease = next(self.ids)
+        self.leases.add(lease)
+        return lease, tuple(self.held.get(item) for item in hashes)
+
+    def unpin(self, lease_id: int) -> None:
+        self.leases.remove(lease_id)  # twice would be a KeyError: the transport releases exactly once
+
+
+def name_of(number: int) -> BlockHash:
+    return BlockHash(number.to_bytes(16, "little"))
+
+
+class World:
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.faults = Faults(self.rng)
+        self.net = Net(self.rng, self.faults)
+        self.now_ns = 0
+        self.store = Store()
+        source = np.random.default_rng(seed).integers(0, 256, BLOCKS * BLOCK, dtype=np.uint8)
+        self.expected = source.copy()
+        for number in range(BLOCKS):
+            if self.rng.random() < 0.9:
+                data = source[number * BLOCK : (number + 1) * BLOCK]
+                self.store.held[name_of(number)] = HeldBlock(number * BLOCK, xxhash.xxh3_64_intdigest(data))
+        self.pages = np.zeros(4 * BLOCKS * BLOCK, dtype=np.uint8)
+        self.verifier = InlineVerifier()
+        self.reader_port, self.server_port = Port(self.net, "reader"), Port(self.net, "server")
+        mine = LocalEnd(READER, self.pages.data, BLOCK)
+        self.reader = ReaderHalf(self.reader_port, mine, OPTIONS, self.verifier)  # type: ignore[arg-type]
+        theirs = LocalEnd(HOLDER, source.data, BLOCK)
+        self.server = ServerHalf(self.server_port, theirs, self.store, OPTIONS)  # type: ignore[arg-type]
+        self.tasks: list[ReadTask] = []
+        self.free_lanes = list(range(4))
+        self.lane_of: dict[int, int] = {}
+
+    def start_read(self) -> None:
+        if not self.free_lanes:
+            return
+        lane = self.free_lanes.pop()
+        numbers = self.rng.sample(range(BLOCKS), self.rng.randint(1, BLOCKS))
+        if self.rng.random() < 0.7:
+            numbers.sort()
+        wants = tuple(BlockWant(name_of(n), (lane * BLOCKS + n) * BLOCK) for n in numbers)
+        key = HOLDER if self.rng.random() < 0.95 else WorkerKey(HOLDER.worker_id, WorkerEpoch(2))
+        request = ReadRequest(
+            Peer(key, b"server"), wants, self.rng.choice([40 * MS, 2000 * MS]), 60 * MS, self.rng.randrange(5)
+        )
+        task = ReadTask(request, BLOCK, lambda: self.now_ns, lambda task: self.reader.cancel(task, self.now_ns))
+        self.lane_of[id(task)] = lane
+        self.tasks.append(task)
+        self.reader.submit(task, self.now_ns)
+
+    def step(self) -> None:
+        self.now_ns += self.rng.choice([0, MS // 4, MS, 6 * MS])
+        for _ in range(self.rng.randint(0, 3)):
+            self.net.step()
+            self._check_landing()
+        self._pump(self.reader_port, self.reader)
+        self._pump(self.server_port, self.server)
+        self.reader.step(self.now_ns)
+        self.server.step(self.now_ns)
+        for link in (*self.reader._links.values(), *self.reader._fencing):
+            assert link.in_flight_bytes <= OPTIONS.link_window_bytes, "the window is exceeded"
+        if self.rng.random() < 0.5:
+            self.verifier.run_one(self.now_ns)
+        self._retire()
+
+    def _pump(self, port: Port, half: Any) -> None:
+        while (arrival := port.arrival()) is not None:
+            if is_data_tag(arrival.tag):
+                continue
+            raw = message_of(arrival.operation)
+            assert raw is not None
+            try:
+                message = decode(raw)
+            except IntegrityError as error:
+                half.on_malformed(error, self.now_ns)
+            else:
+                half.on_message(message, self.now_ns)
+
+    def _check_landing(self) -> None:
+        for view in self.net.landed:
+            offset = np.frombuffer(view, dtype=np.uint8).ctypes.data - self.pages.ctypes.data
+            lane = offset // (BLOCKS * BLOCK)
+            owners = [task for task in self.tasks if self.lane_of[id(task)] == lane]
+            assert owners, "a byte landed in pages that no read names"
+            assert not owners[0].done(), "a byte landed after its read was terminal"
+        self.net.landed.clear()
+
+    def _retire(self) -> None:
+        """Check terminal reads, then hand their pages back and poison them."""
+        for task in [task for task in self.tasks if task.done()]:
+            lane = self.lane_of.pop(id(task))
+            for want, status in zip(task.request.blocks, task.progress().statuses, strict=True):
+                if status is BlockStatus.ARRIVED:
+                    number = int.from_bytes(want.block_hash, "little")
+                    page = self.pages[want.dest_offset : want.dest_offset + BLOCK]
+                    assert np.array_equal(page, self.expected[number * BLOCK : (number + 1) * BLOCK]), "a wrong byte"
+                if status is BlockStatus.MISSING:
+                    assert want.block_hash not in self.store.held
+            if not self.faults.stuck:
+                limit_ns = task.request.deadline_ns + 4 * OPTIONS.drain_ns + 100 * MS
+                assert task.progress().elapsed_ns <= limit_ns, "a read outlived its deadline and its drain"
+            if task.state is ReadState.DONE:
+                assert BlockStatus.FAILED not in task.progress().statuses
+            self.tasks.remove(task)
+            self.pages[lane * BLOCKS * BLOCK : (lane + 1) * BLOCKS * BLOCK] = 0xA5
+            self.free_lanes.append(lane)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_no_wrong_or_late_byte_and_no_lease_or_read_is_left(seed: int) -> None:
+    world = World(seed)
+    for _ in range(300):
+        roll = world.rng.random()
+        if roll < 0.10:
+            world.start_read()
+        elif roll < 0.13 and world.tasks:
+            world.rng.choice(world.tasks).cancel()
+        elif roll < 0.14:
+            world.reader.forget(HOLDER, world.now_ns)
+        elif roll < 0.16:
+            world.net.stopped = not world.net.stopped
+        world.step()
+    world.net.healed, world.net.stopped = True, False
+    steps = 0
+    while world.tasks or world.store.leases or world.server.leases:
+        world.step()
+        steps += 1
+        assert steps < 20_000, f"left: {[task.state for task in world.tasks]}, leases {world.store.leases}"
+    assert world.reader.in_flight_bytes == 0
+    assert world.reader.quarantined_reads == 0
+    world.start_read()
+    while world.tasks:
+        world.step()
+        steps += 1
+        assert steps < 40_000, "a read after the faults does not end"
+
+
+def test_a_receive_that_outlives_its_connection_keeps_its_pages_quarantined() -> None:
+    world = World(1)
+    world.faults.drop = world.faults.double = world.faults.cut = world.faults.flip = world.faults.die = 0
+    world.faults.stuck = 1
+    world.start_read()
+    task = world.tasks[0]
+    while not world.net.landing:
+        world.step()
+    world.net.stopped = True
+    while task.state is not ReadState.CANCELLING:
+        world.step()
+    for _ in range(2000):
+        world.step()
+    assert not task.done(), "a read ended although a receive was open"
+    assert world.reader.quarantined_reads == 1
+    assert isinstance(task.error, StallError)
+    world.net.healed, world.net.stopped = True, False
+    while not task.done():
+        world.step()
+    world.step()
+    assert task.state is ReadState.FAILED
+    for _ in range(100):
+        world.step()
+    assert world.reader.quarantined_reads == 0
+
+
+@pytest.mark.parametrize("steps_before_silence", [0, 3, 6, 12])
+def test_silence_ends_a_read_at_its_stall_bound_whatever_its_deadline(steps_before_silence: int) -> None:
+    world = World(2)
+    world.faults = world.net.faults = Faults(random.Random(0))
+    for name in ("drop", "double", "cut", "flip", "die", "stuck"):
+        setattr(world.faults, name, 0)
+    world.start_read()
+    task = world.tasks[0]
+    for _ in range(steps_before_silence):
+        world.step()
+    assert not task.done()
+    world.net.stopped = True
+    since_ns = world.now_ns
+    while not task.done():
+        world.step()
+    assert isinstance(task.error, StallError)
+    assert world.now_ns - since_ns <= task.request.stall_ns + 30 * MS
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**31])
+def test_without_faults_every_read_is_done(seed: int) -> None:
+    world = World(seed)
+    for name in ("drop", "double", "cut", "flip", "die", "stuck"):
+        setattr(world.faults, name, 0)
+    for _ in range(20):
+        numbers = sorted(world.rng.sample(range(BLOCKS), 20))
+        wants = tuple(BlockWant(name_of(n), n * BLOCK) for n in numbers)
+        request = ReadRequest(Peer(HOLDER, b"server"), wants, 60_000 * MS, 60_000 * MS)
+        task = ReadTask(request, BLOCK, lambda: world.now_ns, lambda _: None)
+        world.lane_of[id(task)] = 0
+        world.tasks.append(task)
+        world.reader.submit(task, world.now_ns)
+        while not task.done():
+            world.step()
+        assert task.state is ReadState.DONE
