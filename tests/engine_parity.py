@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 
 from kvpool.request import SamplingParams, TokenLogprobs
 from kvpool.types import BlockId
@@ -38,6 +45,17 @@ def tiny_llama() -> PreTrainedConfig:
 def tiny_qwen3() -> PreTrainedConfig:
     """Grouped-query attention, normalised queries and keys, a head dim of its own."""
     return Qwen3Config(**_TINY, head_dim=16)
+
+
+def tiny_mistral_windowed() -> PreTrainedConfig:
+    """A sliding window in every layer."""
+    return MistralConfig(**_TINY, sliding_window=11)
+
+
+def tiny_gemma3() -> PreTrainedConfig:
+    """Windowed and full layers in turn, each kind with a rotary scheme of its own."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    return Gemma3TextConfig(**_TINY, head_dim=16, sliding_window=9, layer_types=kinds, bos_token_id=1, pad_token_id=0)
 
 
 def save_random_model(config: PreTrainedConfig, path: Path) -> Path:

@@ -1,9 +1,10 @@
 """Which models the torch engine serves: read the config, refuse by name what cannot be exact, describe the layout.
 
-Served are decoders in which every layer keeps full causal attention over all past tokens (MHA, GQA, MQA): Llama,
-Mistral without a window, Qwen2, Qwen3, SmolLM, Granite, OLMo, Phi-3 and their like, mixtures of experts included.
-Refused are those whose cache is something else (sliding windows, latent or linear attention, states), encoders, and
-rotary schemes whose angles depend on the length of the batch, because their keys cannot be reused at all.
+Served are decoders whose layers attend causally over keys and values (MHA, GQA, MQA), all of them or a sliding
+window of them: Llama, Mistral, Qwen2, Qwen3, SmolLM, Granite, OLMo, Phi-3, Gemma 3 and their like, mixtures of
+experts included. Layers with a window keep all their KV here like the others: exact, and more bytes than they need.
+Refused are models whose cache is something else (latent or linear attention, chunks, states), encoders, and rotary
+schemes whose angles depend on the length of the batch, because their keys cannot be reused at all.
 
 The config says what a model *claims*; `workers.engine.probe` then checks what its code *does*.
 """
@@ -24,6 +25,7 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
 }
 
+_SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _LATENT_KEYS = ("kv_lora_rank",)
 _STATE_KEYS = ("ssm_cfg", "state_size", "conv_kernel", "mamba_d_state", "linear_num_key_heads")
@@ -31,7 +33,11 @@ _STATE_KEYS = ("ssm_cfg", "state_size", "conv_kernel", "mamba_d_state", "linear_
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """What the engine needs to know of a supported model."""
+    """What the engine needs to know of a supported model.
+
+    Attributes:
+        window_tokens: sliding window of the layers that have one, None when no layer does.
+    """
 
     architecture: str
     layers: int
@@ -39,6 +45,7 @@ class DecoderShape:
     head_dim: int
     vocab_size: int
     max_context_tokens: int
+    window_tokens: int | None
 
     def layout(self, *, model: str, dtype: str, block_tokens: int) -> KVLayout:
         """One group of full attention. ``model`` is name and revision."""
@@ -79,6 +86,7 @@ def read_shape(config: Any) -> DecoderShape:
             head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
             vocab_size=int(text.vocab_size),
             max_context_tokens=int(text.max_position_embeddings),
+            window_tokens=_window_tokens(text),
         )
     except (AttributeError, TypeError) as error:
         raise refused(architecture, f"its config does not describe attention heads ({error})") from error
@@ -93,22 +101,26 @@ def refused(architecture: str, reason: str) -> ModelError:
     """The error for a model this engine does not serve."""
     return ModelError(
         f"the torch engine does not serve {architecture}: {reason}. "
-        "Choose a decoder with full causal attention in every layer (Llama, Qwen2, Qwen3, Mistral, SmolLM, Granite, …)",
+        "Choose a decoder with causal attention over keys and values (Llama, Qwen2, Qwen3, Mistral, Granite, …)",
         architecture=architecture,
     )
 
 
 def _refuse_other_kinds(architecture: str, text: Any) -> None:
-    other = sorted({kind for kind in getattr(text, "layer_types", None) or () if kind != "full_attention"})
-    if other:
+    if other := sorted(set(getattr(text, "layer_types", None) or ()) - _SERVED_LAYERS):
         raise refused(architecture, f"it has layers of kind {', '.join(other)}")
-    window = getattr(text, "sliding_window", None)
-    if window and getattr(text, "use_sliding_window", True) and not getattr(text, "layer_types", None):
-        raise refused(architecture, f"it attends over a sliding window of {window} tokens")
     if any(getattr(text, key, None) for key in _LATENT_KEYS):
         raise refused(architecture, "it keeps latent attention entries")
     if any(getattr(text, key, None) for key in _STATE_KEYS):
         raise refused(architecture, "it keeps states instead of keys and values")
+
+
+def _window_tokens(text: Any) -> int | None:
+    """The window in use. Configs without layer types apply it to every layer."""
+    kinds = getattr(text, "layer_types", None)
+    in_use = "sliding_attention" in kinds if kinds else getattr(text, "use_sliding_window", True)
+    window = getattr(text, "sliding_window", None)
+    return int(window) if window and in_use else None
 
 
 def _refuse_length_dependent_rope(architecture: str, text: Any) -> None:

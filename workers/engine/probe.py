@@ -18,7 +18,9 @@ from workers.engine.attention import ATTENTION_NAME, STEP_ARGUMENT, Step, slice_
 from workers.engine.views import ViewShape
 
 _PROBE_TOKENS = 7
-_FIRST_SLICE = 4
+_WIDEST_PROBED_WINDOW = 64
+"""Windows up to this are filled by the probe; a wider one is taken at the word of the layer's own argument."""
+_LAST_SLICE = 3
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 """Largest difference of logits, relative to the largest logit."""
 
@@ -31,8 +33,10 @@ def check_model(model: Any, shape: DecoderShape, view_shape: ViewShape) -> None:
     """
     device, dtype = model.device, model.dtype
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, shape.vocab_size, (1, _PROBE_TOKENS), generator=generator).to(device)
-    view = torch.zeros(view_shape.view(_PROBE_TOKENS), dtype=dtype, device=device)
+    window = shape.window_tokens or 0
+    count = _PROBE_TOKENS + (window if window <= _WIDEST_PROBED_WINDOW else 0)
+    tokens = torch.randint(0, shape.vocab_size, (1, count), generator=generator).to(device)
+    view = torch.zeros(view_shape.view(count), dtype=dtype, device=device)
     try:
         ours = _sliced_logits(model, tokens, view, shape)
         model.set_attn_implementation("eager")
@@ -54,8 +58,10 @@ def check_model(model: Any, shape: DecoderShape, view_shape: ViewShape) -> None:
 def _sliced_logits(model: Any, tokens: torch.Tensor, view: torch.Tensor, shape: DecoderShape) -> torch.Tensor:
     """Logits of the last token, computed in two slices over one view."""
     logits = torch.empty(0)
-    for start, stop in ((0, _FIRST_SLICE), (_FIRST_SLICE, _PROBE_TOKENS)):
-        step = Step(slices=(slice_views(view, row_begin=0, start=start, stop=stop),))
+    cut, window = tokens.shape[1] - _LAST_SLICE, shape.window_tokens
+    for start, stop in ((0, cut), (cut, tokens.shape[1])):
+        part = slice_views(view, row_begin=0, start=start, stop=stop, window_tokens=window)
+        step = Step(slices=(part,), window_tokens=window)
         logits = model(
             input_ids=tokens[:, start:stop],
             position_ids=torch.arange(start, stop, device=tokens.device)[None],

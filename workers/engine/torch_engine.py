@@ -162,7 +162,7 @@ class TorchEngine:
             position_ids=torch.tensor([positions], device=self._device),
             use_cache=False,
             logits_to_keep=torch.tensor(last_rows, dtype=torch.long, device=self._device),
-            **{STEP_ARGUMENT: Step(slices=slices)},
+            **{STEP_ARGUMENT: Step(slices=slices, window_tokens=self._shape.window_tokens)},
         ).logits
         return _choose(batch, logits[0].float().cpu().numpy())
 
@@ -205,7 +205,15 @@ class TorchEngine:
         row = 0
         for part in batch:
             stop = part.start + len(part.tokens)
-            slices.append(slice_views(self._views[part.slot], row_begin=row, start=part.start, stop=stop))
+            slices.append(
+                slice_views(
+                    self._views[part.slot],
+                    row_begin=row,
+                    start=part.start,
+                    stop=stop,
+                    window_tokens=self._shape.window_tokens,
+                )
+            )
             row += len(part.tokens)
             if part.sampling is not None:
                 last_rows.append(row - 1)
