@@ -109,6 +109,7 @@ class PrefixIndex:
         self._entries = 0
         self._tier_entries = [0] * _TIERS
         self._lanes: dict[Tier, int] = {}
+        self._tiers: tuple[Tier, ...] = ()  # those with entries, fastest first
         self._retired: list[_Slot] = []
         self._sweep: _Sweep | None = None
         self._decoded: dict[int, tuple[int, ...]] = {}
@@ -287,7 +288,7 @@ class PrefixIndex:
         table = self._tables.get(group)
         if table is None or not chain:
             return {}
-        tiers = [tier for tier in Tier if self._tier_entries[tier]]
+        tiers = self._tiers
         if len(tiers) == 1:
             tier = tiers[0]
             shift = self._lanes[tier] * self._width
@@ -359,8 +360,11 @@ class PrefixIndex:
 
     def _count(self, slot: _Slot, tier: Tier, change: int) -> None:
         slot.counts[tier] += change
-        self._tier_entries[tier] += change
         self._entries += change
+        before = self._tier_entries[tier]
+        self._tier_entries[tier] = before + change
+        if not before or not before + change:
+            self._tiers = tuple(tier for tier in Tier if self._tier_entries[tier])
 
     def _take_slot(self, key: WorkerKey) -> _Slot | None:
         if not self._free:
@@ -430,7 +434,9 @@ class PrefixIndex:
             steps.append((last, alive))
         return steps, pieces
 
-    def _descend_tiers(self, table: MaskTable, chain: Sequence[BlockHash], tiers: list[Tier]) -> tuple[Prefixes, int]:
+    def _descend_tiers(
+        self, table: MaskTable, chain: Sequence[BlockHash], tiers: tuple[Tier, ...]
+    ) -> tuple[Prefixes, int]:
         """`_descend` for "in this tier or a faster one", all tiers in one walk."""
         shifts = [self._lanes[tier] * self._width for tier in tiers]
         alive = [self._visible] * len(tiers)

@@ -222,7 +222,7 @@ def ack_from_wire(message: Message) -> BatchAck:
 
 def load_to_wire(load: WorkerLoad) -> Message:
     """`WorkerLoad` → message. Negative values, which only a bug can bring, are sent as 0."""
-    numbers = {name: max(0, getattr(load, name)) for name in _LOAD_FIELDS}
+    numbers = {name: max(0, int(getattr(load, name))) for name in _LOAD_FIELDS}
     return pb.WorkerLoad(served_request_ids=load.served_request_ids, **numbers)
 
 
@@ -444,7 +444,7 @@ def _tier(number: int) -> Tier:
 
 
 def _outcome_to_wire(item: RequestOutcome) -> Message:
-    numbers = {name: max(0, getattr(item, name)) for name in _OUTCOME_FIELDS}
+    numbers = {name: max(0, int(getattr(item, name))) for name in _OUTCOME_FIELDS}
     return pb.RequestOutcome(
         request_id=item.request_id,
         decision_id=item.decision_id,
