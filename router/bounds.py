@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from router.estimators import LinkCurve
-from router.signals import Columns, Floats, Footprint
+from router.signals import Bools, Columns, Floats, Footprint
 
 
 class Fleetwide(NamedTuple):
@@ -57,24 +57,21 @@ def load_bound(
     span = blocks - fleet.own
     arrival = start + span * block_ns
     bound = np.maximum(wait, arrival) + rest
-    late = arrival > wait
-    if not late.any():
-        return bound
-    partial = late & (start < wait)
-    if partial.any() and block_ns > 0.0:
+    partial = (start < wait) & (wait < arrival)
+    if block_ns > 0.0 and partial.any():
         bound = np.minimum(bound, _partial_bound(fleet, rest, start, block_ns, blocks, partial))
     return np.minimum(bound, _split_bound(fleet, rest, arrival, span, block_ns)) if split else bound
 
 
 def _partial_bound(
-    fleet: Fleetwide, rest: Floats, start: Floats, block_ns: float, blocks: int, partial: np.ndarray
+    fleet: Fleetwide, rest: Floats, start: Floats, block_ns: float, blocks: int, partial: Bools
 ) -> Floats:
     """W + P(n − m | m) at a boundary no plan that fills the wait for the GPU passes."""
     columns, total = fleet.columns, fleet.total_tokens
     reach = np.minimum(fleet.own + (fleet.wait - start) / block_ns + 1.0, float(blocks))
     cached = reach * fleet.footprint.block_tokens
     redo = columns.t0_ns + (total - cached) * (columns.token_ns + 0.5 * (total + cached) * columns.pair_ns)
-    return np.where(partial & np.isfinite(rest), fleet.wait + redo, np.inf)
+    return np.where(partial & (rest < np.inf), fleet.wait + redo, np.inf)
 
 
 def _split_bound(fleet: Fleetwide, rest: Floats, arrival: Floats, span: Floats, block_ns: float) -> Floats:

@@ -195,10 +195,13 @@ def split_tokens(pair: Pair, footprint: Footprint) -> float:
 
 
 def price_split(pair: Pair, footprint: Footprint) -> Price | None:
-    """Compute the front while the tail loads; None when the front or the tail would be empty."""
-    front = split_tokens(pair, footprint)
+    """Compute the front while the tail loads; None when there is no tail to load.
+
+    The front is at least one token: however fast the link, a split does not wait for a load that died.
+    """
+    front = max(1.0, split_tokens(pair, footprint))
     own, held = pair.own_blocks * footprint.block_tokens, pair.held_blocks * footprint.block_tokens
-    if not 1.0 <= front < held - own:
+    if front >= held - own:
         return None
     front_ns = pair.t0_ns + front * (pair.token_ns + pair.pair_ns * (own + 0.5 * front))
     start_ns, block_ns = _link_times(pair, footprint)

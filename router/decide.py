@@ -8,7 +8,7 @@ equal workers.
 
 Redo is scored for all workers at once. Loads are priced pair by pair (worker, holder) in the order of a lower bound
 (`router.bounds`), until no bound is below the best score found: the optimum is not lost, and of workers × holders
-pairs a few are priced.
+pairs a few are priced. Of holders that could still win, at most `MAX_HOLDERS` are tried.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ import numpy as np
 
 from kvpool.errors import UnavailableError
 from kvpool.plan import Plan
-from kvpool.types import RequestId, WorkerKey
+from kvpool.types import RequestId, Tier, WorkerKey
 from router import cost
 from router.bounds import Fleetwide, load_bound, rest_ns
 from router.cost import Pair, Price
 from router.planning import Harm, Params, Promise, build_plan, build_promise
 from router.signals import Bools, Floats, Holding, LinkRow, RequestView, Snapshot, holdings
+
+MAX_HOLDERS = 16
+"""Bounds the time of a decision when hundreds of workers hold a hot prefix and their links differ a little."""
 
 
 class LoadPrice(NamedTuple):
@@ -82,9 +85,9 @@ class _Source(NamedTuple):
     """A holder that may be read; ordered as holders are tried."""
 
     bound: float
+    backlog_ns: float
     rank: int
     holding: Holding
-    backlog_ns: float
 
 
 @dataclass(slots=True)
@@ -221,15 +224,26 @@ def _turn(case: _Case, position: int) -> int:
 def _best_load(case: _Case, choice: _Choice, loads: list[LoadPrice]) -> _Choice:
     """Price pairs in the order of their bounds until none can beat the choice; appends what was priced."""
     fleet = _fleetwide(case)
+    floors: dict[tuple[int, Tier], float] = {}
+    tried = 0
     for source in _sources(case):
-        if source.bound >= choice.score and len(loads) >= case.params.priced_pairs:
+        enough = len(loads) >= case.params.priced_pairs
+        if enough and (source.bound >= choice.score or tried == MAX_HOLDERS):
             break
-        choice = _best_from(case, fleet, source, choice, loads)
+        # equally long holders follow in the order of their backlog, so the first one's least bound holds for all
+        group = (source.holding.blocks, source.holding.tier)
+        if enough and floors.get(group, 0.0) >= choice.score:
+            continue
+        tried += 1
+        choice, floor = _best_from(case, fleet, source, choice, loads)
+        floors.setdefault(group, floor)
     return choice
 
 
-def _best_from(case: _Case, fleet: Fleetwide, source: _Source, choice: _Choice, loads: list[LoadPrice]) -> _Choice:
-    """The best of a choice and all plans over one holder."""
+def _best_from(
+    case: _Case, fleet: Fleetwide, source: _Source, choice: _Choice, loads: list[LoadPrice]
+) -> tuple[_Choice, float]:
+    """The best of a choice and all plans over one holder, and the least bound of any of these."""
     snapshot, params = case.snapshot, case.params
     holding = source.holding
     link = snapshot.links.best(holding.tier)
@@ -237,11 +251,10 @@ def _best_from(case: _Case, fleet: Fleetwide, source: _Source, choice: _Choice, 
     bounds = load_bound(fleet, rest, holding.blocks, source.backlog_ns, link, split=snapshot.features.split)
     if not params.harm.zero:
         bounds = bounds + _harm_columns(case, rest)
-    while True:
-        position = _first(case, bounds)
-        bound = float(bounds[position])
-        if bound == math.inf or (bound >= choice.score and len(loads) >= params.priced_pairs):
-            return choice
+    floor = float(bounds.min())
+    bound = floor
+    while bound < math.inf and (bound < choice.score or len(loads) < params.priced_pairs):
+        position = _first(case, bounds, bound)
         bounds[position] = math.inf
         pair = _make_pair(case, position, holding, source.backlog_ns)
         for price in _plans(pair, snapshot, params):
@@ -249,6 +262,8 @@ def _best_from(case: _Case, fleet: Fleetwide, source: _Source, choice: _Choice, 
             offer = _offer(case, position, holding, price)
             if offer[:4] < choice[:4]:
                 choice = offer
+        bound = float(bounds.min())
+    return choice, floor
 
 
 def _plans(pair: Pair, snapshot: Snapshot, params: Params) -> list[Price]:
@@ -258,9 +273,9 @@ def _plans(pair: Pair, snapshot: Snapshot, params: Params) -> list[Price]:
     return [price for price in found if price is not None]
 
 
-def _first(case: _Case, bounds: Floats) -> int:
+def _first(case: _Case, bounds: Floats, least: float) -> int:
     """Position of the least bound; among equals the fewest requests, then the turn."""
-    tied = np.flatnonzero(bounds == bounds.min())
+    tied = np.flatnonzero(bounds == least)
     if len(tied) == 1:
         return int(tied[0])
     columns = case.snapshot.columns
@@ -308,8 +323,8 @@ def _sources(case: _Case) -> list[_Source]:
         if not snapshot.features.split:
             start = max(wait, backlog + snapshot.links.best(holding.tier).alpha_ns)
         bound = start + rest + min(rest, harm.cap_ns) * harm.base
-        sources.append(_Source(bound, int(columns.rank[holding.position]), holding, backlog))
-    sources.sort(key=lambda source: source[:2])
+        sources.append(_Source(bound, backlog, int(columns.rank[holding.position]), holding))
+    sources.sort(key=lambda source: source[:3])
     return sources
 
 

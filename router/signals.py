@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,8 +191,7 @@ class Snapshot:
     arrival_scale: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(NamedTuple):
     """What one holder has of a prompt, after clipping to what may be used."""
 
     position: int
@@ -209,8 +208,9 @@ def holdings(request: RequestView, snapshot: Snapshot) -> list[Holding]:
     """The longest usable prefix of every worker that has one and is known; the fastest tier among equals."""
     limit = usable_blocks(request, snapshot.footprint.block_tokens)
     found = []
+    index = snapshot.index
     for key, tiers in snapshot.prefixes.items():
-        position = snapshot.index.get(key)
+        position = index.get(key)
         if position is None:
             continue
         blocks, best_tier = 0, Tier.DEVICE
