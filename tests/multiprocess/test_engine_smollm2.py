@@ -30,7 +30,7 @@ class Pair:
     """Engine, reference and prompts over the real model."""
 
     def __init__(self, path: Path) -> None:
-        self.engine = TorchEngine(path, block_tokens=16)
+        self.engine = TorchEngine(path, block_tokens=16, torch_threads=1)
         self.plain = PlainModel(path)
         self.tokens: list[int] = AutoTokenizer.from_pretrained(path)(TEXT * 3)["input_ids"]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -25,6 +26,12 @@ _BASE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Tiny models gain nothing from threads and lose much on busy cores."""
+    torch.set_num_threads(1)
 
 
 def saved(tmp_path: Path, kind: str, **settings: Any) -> Path:

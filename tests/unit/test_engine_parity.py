@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvpool.errors import CapacityError, InvariantViolation, NumericsError
 from kvpool.request import SamplingParams
@@ -36,7 +35,7 @@ class Pair:
 
     def __init__(self, path: Path) -> None:
         self.plain = PlainModel(path)
-        self.engine = TorchEngine(path, block_tokens=BLOCK_TOKENS)
+        self.engine = TorchEngine(path, block_tokens=BLOCK_TOKENS, torch_threads=1)
 
 
 @pytest.fixture(
@@ -45,7 +44,6 @@ class Pair:
     ids=["llama", "qwen3", "mistral-windowed", "gemma3"],
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    torch.set_num_threads(1)
     return Pair(save_random_model(request.param(), tmp_path_factory.mktemp("model")))
 
 
