@@ -20,7 +20,6 @@ from kvpool.errors import (
     RequestError,
     StaleError,
     StallError,
-    TransferCancelledError,
 )
 from kvpool.plan import LoadSlice, Plan
 from kvpool.reports import LoadSample
@@ -288,9 +287,8 @@ class Loader:
         return self._transport.read(ReadRequest(peer, blocks, start.deadline_ns, stall_ns, urgency_ns))
 
     def sample(self, start: StartRead, progress: ReadProgress, failure: str | None) -> None:
-        """Report how a read went, unless we gave it up ourselves."""
-        if failure == TransferCancelledError.code:
-            return
+        """Report how a read went. One that we gave up ourselves is reported too, as cancelled: a link whose loads are
+        overtaken again and again must be seen."""
         arrived = progress.statuses.count(BlockStatus.ARRIVED)
         if failure is None and arrived < len(start.indices):
             failure = StaleError.code

@@ -67,7 +67,7 @@ def test_workers_with_another_layout_are_refused_at_join_and_the_pool_goes_on(
     kit: ClusterKit, tiny_model_path: Path
 ) -> None:
     engine = EngineConfig(model=str(tiny_model_path), block_tokens=32, num_blocks=8)
-    with pytest.raises(IncompatibleError, match="block_tokens|layout"):
+    with pytest.raises(IncompatibleError, match=r"block_tokens|layout"):
         kit.cluster.add_workers(WorkerConfig(count=1, engine=engine))
 
 
