@@ -44,11 +44,14 @@ class SchedulerConfig(_Settings):
 
     Attributes:
         max_step_tokens: tokens computed per step; long prefills are cut into chunks of at most this.
+        mixed_prefill_tokens: prefill tokens in a step that also decodes, so that a long prompt does not hold up
+            running answers for longer than this takes.
         max_running: sequences in prefill or decode at once.
         max_waiting: admitted requests that wait; more are refused with `CapacityError`.
     """
 
     max_step_tokens: int = Field(default=512, ge=1)
+    mixed_prefill_tokens: int = Field(default=256, ge=1)
     max_running: int = Field(default=8, ge=1)
     max_waiting: int = Field(default=256, ge=1)
 

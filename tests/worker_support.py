@@ -7,6 +7,7 @@ on every byte of the context's KV, and views start as garbage. Any wrong, missin
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
@@ -62,7 +63,8 @@ def reference(request: GenerateRequest, eos: frozenset[int] = frozenset()) -> li
 
 
 class FakeEngine:
-    """Implements `workers.engine.base.Engine` in numpy. ``running.clear()`` holds it before its next step."""
+    """Implements `workers.engine.base.Engine` in numpy. ``running.clear()`` holds it before its next step; ``token_s``
+    is what a token takes to compute, so that plans can be compared on a busy machine."""
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class FakeEngine:
         max_context_tokens: int = 512,
         max_views: int = 64,
         eos: frozenset[int] = frozenset(),
+        token_s: float = 0.0,
     ) -> None:
         group = KVGroup(AttentionKind.FULL, layers=1, entry_bytes=8 * WIDTH)
         self.layout = KVLayout("fake", "uint64", block_tokens, (group,))
@@ -78,6 +81,7 @@ class FakeEngine:
         self.eos_token_ids = eos
         self.vocab_size = VOCAB
         self.computed_tokens = 0
+        self._token_s = token_s
         self.steps = 0
         self.running = threading.Event()
         self.running.set()
@@ -125,6 +129,7 @@ class FakeEngine:
     def step(self, batch: Sequence[SequenceSlice]) -> list[TokenLogprobs | None]:
         assert self.running.wait(30), "nobody let the engine go on"
         self.steps += 1
+        time.sleep(self._token_s * sum(len(part.tokens) for part in batch))
         return [self._run(part) for part in batch]
 
     def _run(self, part: SequenceSlice) -> TokenLogprobs | None:

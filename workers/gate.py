@@ -6,9 +6,9 @@ router's expectation, stretched for as long as nothing comes, so that a dead sou
 as it was expected to take. The prefill speed is learned from this worker's own steps.
 
     others can use the GPU       → WAIT, until the load's deadline
-    the tail comes first (split) → COMPUTE the front's share, missing · L/(L+R), so that both ends meet; WAIT when that
-                                   is less than a block
-    the front comes first        → WAIT while rest ≤ 1.1 × redo, otherwise COMPUTE a chunk of half the rest
+    the tail comes first (split) → COMPUTE the front's share, missing · L/(L+R), so that both ends meet
+    the front comes first        → WAIT while L ≤ 1.1 × R, otherwise COMPUTE a chunk of half of L; so, too, for the last
+                                   block between both ends of a split
 
 with L the rest of the load and R the redo of what is missing. Source: ``docs/science.md``, two-way split and failure.
 """
@@ -123,12 +123,11 @@ class Gate:
             return Ruling(Verdict.COMPUTE, self._block_tokens) if late else Ruling(Verdict.WAIT)
         block_ns = self._token_ns * self._block_tokens
         redo_ns = missing_blocks * block_ns
-        if view.tail_first:
-            blocks = int(missing_blocks * rest_ns / (rest_ns + redo_ns))
-            return Ruling(Verdict.COMPUTE, blocks * self._block_tokens) if blocks else Ruling(Verdict.WAIT)
-        if rest_ns <= PATIENCE * redo_ns:
+        share = missing_blocks * rest_ns / (rest_ns + redo_ns) if view.tail_first else 0.0
+        if share < 1 and rest_ns <= PATIENCE * redo_ns:
             return Ruling(Verdict.WAIT)
-        return Ruling(Verdict.COMPUTE, max(1, int(rest_ns / 2 / block_ns)) * self._block_tokens)
+        blocks = share if view.tail_first else rest_ns / 2 / block_ns
+        return Ruling(Verdict.COMPUTE, max(1, int(blocks)) * self._block_tokens)
 
     def review_ns(self, view: LoadView, now_ns: int) -> int:
         """When a sequence that waits for ``view`` should be looked at again without any event."""

@@ -143,6 +143,8 @@ class Scheduler:
         loads = self._late_loads(now_ns)
         for sequence in [entry for entry in self._running if entry.decoding]:
             self._decode(sequence, beat)
+        if beat.work:
+            beat.budget = min(beat.budget, self._config.mixed_prefill_tokens)
         for sequence in [entry for entry in self._running if not entry.decoding]:
             self._continue(sequence, beat, idle=False)
         self._admit(beat, idle=False)

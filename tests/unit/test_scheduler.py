@@ -88,6 +88,16 @@ def test_a_long_prompt_is_cut_into_chunks_and_decode_goes_first() -> None:
     assert bench.beat() == [("a", 0, 14, 1), ("b", 0, 40, 1)]
 
 
+def test_a_step_that_decodes_carries_less_prefill() -> None:
+    bench = Bench(max_step_tokens=64, mixed_prefill_tokens=8)
+    bench.submit("a", range(10))
+    bench.beat()
+    bench.submit("b", range(50, 90))
+    assert bench.beat() == [("a", 0, 10, 1), ("b", 0, 0, 8)]
+    bench.scheduler.remove(bench.scheduler.running[0])
+    assert bench.beat() == [("b", 0, 8, 32)]
+
+
 def test_a_held_prefix_is_filled_and_only_the_rest_computed() -> None:
     bench = Bench()
     bench.submit("a", range(20))
