@@ -35,6 +35,7 @@ largest value. Workers without the first block do not appear.
 DEFAULT_MAX_ENTRIES = 10_000_000
 DEFAULT_MAX_WORKERS = 1024
 MAX_DECODED_MASKS = 4096
+DUMP_PART_BLOCKS = 8_192
 FRUITLESS_PAUSE = 64
 """After an attempt to join pieces that gained nothing, this many chances are let go: an attempt costs many lookups."""
 
@@ -310,23 +311,21 @@ class PrefixIndex:
                 found[key] = (*found.get(key, ()), tier)
         return found
 
-    def dump(self) -> list[tuple[int, tuple[int, ...], bool, int]]:
-        """A consistent copy for `placements`: mask, block keys, linked, group. Cheap against yielding placements."""
-        return [
-            (mask, keys, linked, group)
-            for group, table in self._tables.items()
-            for mask, keys, linked in table.stretches()
-        ]
+    def dump(self, part_blocks: int = DUMP_PART_BLOCKS) -> Iterator[tuple[Placement, ...]]:
+        """Everything, in parts, while the index goes on changing between them.
 
-    def slot_owners(self) -> dict[int, tuple[WorkerKey, Tier, bool]]:
-        """Bit number → worker, tier and incoming flag, for `placements`; retired slots are left out."""
-        owners: dict[int, tuple[WorkerKey, Tier, bool]] = {}
-        for key, holder in self._holders.items():
-            for slot in (holder.slot, holder.incoming):
-                if slot is not None:
-                    for tier, lane in self._lanes.items():
-                        owners[lane * self._width + slot.number] = (key, tier, slot is holder.incoming)
-        return owners
+        Each part shows its blocks as they are when it is taken. A copy is exact when it applies all parts and then
+        every change since this call, in order: whatever changed meanwhile is changed again to the same, and what did
+        not change was shown as it is. Workers and snapshots that appear after the call come with the changes alone.
+        """
+        roles = [
+            (key, slot, slot is holder.incoming)
+            for key, holder in self._holders.items()
+            for slot in (holder.slot, holder.incoming)
+            if slot is not None
+        ]
+        work = [(group, table, table.keys()) for group, table in self._tables.items()]
+        return self._dump_parts(roles, work, part_blocks)
 
     def check(self) -> None:
         """Compare counts with the tables.
@@ -337,7 +336,7 @@ class PrefixIndex:
         bits = 0
         for table in self._tables.values():
             table.check()
-            bits += sum(mask.bit_count() * len(keys) for mask, keys, _ in table.stretches())
+            bits += sum(mask.bit_count() * len(keys) for mask, keys, _ in table.stretches(table.keys()))
         swept = self._sweep.slots if self._sweep else []
         unswept = sum(sum(slot.counts) for slot in swept)
         if not bits <= self._entries <= bits + unswept:
@@ -347,6 +346,31 @@ class PrefixIndex:
             raise InvariantViolation("a slot of the index was lost")
 
     # -- private ------------------------------------------------------------------------------------------------
+
+    def _dump_parts(
+        self,
+        roles: list[tuple[WorkerKey, _Slot, bool]],
+        work: list[tuple[int, MaskTable, list[int]]],
+        part_blocks: int,
+    ) -> Iterator[tuple[Placement, ...]]:
+        for group, table, keys in work:
+            for start in range(0, len(keys), part_blocks):
+                owners = self._owners(roles)
+                yield tuple(
+                    Placement(holders, group, tuple(map(block_hash, blocks)), linked)
+                    for mask, blocks, linked in table.stretches(keys[start : start + part_blocks])
+                    if (holders := tuple(owners[bit] for bit in _bits(mask) if bit in owners))
+                )
+
+    def _owners(self, roles: list[tuple[WorkerKey, _Slot, bool]]) -> dict[int, tuple[WorkerKey, Tier, bool]]:
+        """Bit → worker, tier and role, for those slots that are still in use: a number may have a new owner."""
+        owners: dict[int, tuple[WorkerKey, Tier, bool]] = {}
+        for key, slot, incoming in roles:
+            holder = self._holders.get(key)
+            if holder is not None and (holder.slot is slot or holder.incoming is slot):
+                for tier, lane in self._lanes.items():
+                    owners[lane * self._width + slot.number] = (key, tier, incoming)
+        return owners
 
     def _holder(self, key: WorkerKey) -> _Holder:
         try:
@@ -475,25 +499,15 @@ class PrefixIndex:
         return result
 
     def _slots_of(self, mask: int) -> tuple[int, ...]:
-        numbers, rest = [], mask
-        while rest:
-            low = rest & -rest
-            numbers.append(low.bit_length() - 1)
-            rest ^= low
         if len(self._decoded) >= MAX_DECODED_MASKS:
             self._decoded.clear()
-        self._decoded[mask] = tuple(numbers)
+        self._decoded[mask] = tuple(_bits(mask))
         return self._decoded[mask]
 
 
-def placements(
-    dump: Sequence[tuple[int, tuple[int, ...], bool, int]], owners: dict[int, tuple[WorkerKey, Tier, bool]]
-) -> Iterator[Placement]:
-    """Turn a `PrefixIndex.dump` and the `PrefixIndex.slot_owners` of the same moment into values, one at a time."""
-    known: dict[int, tuple[tuple[WorkerKey, Tier, bool], ...]] = {}
-    for mask, keys, linked, group in dump:
-        holders = known.get(mask)
-        if holders is None:
-            holders = known[mask] = tuple(owner for bit, owner in owners.items() if mask >> bit & 1)
-        if holders:
-            yield Placement(holders, group, tuple(block_hash(key) for key in keys), linked)
+def _bits(mask: int) -> Iterator[int]:
+    """Numbers of the set bits, ascending."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low

@@ -182,22 +182,24 @@ class MaskTable:
         """All blocks, oldest first: a copy."""
         return list(self._blocks)
 
-    def stretches(self) -> list[tuple[int, tuple[int, ...], bool]]:
-        """A consistent copy of everything: mask, blocks, and whether the blocks are known to be consecutive."""
+    def stretches(self, keys: Sequence[int]) -> list[tuple[int, tuple[int, ...], bool]]:
+        """What the table says of ``keys`` and of the runs they belong to, as it is now.
+
+        Returns:
+            Mask, blocks, and whether the blocks are known to be consecutive. A run appears whole, once.
+        """
         result: list[tuple[int, tuple[int, ...], bool]] = []
-        loose: list[int] = []
-        last = 0
-        for key, found in self._blocks.items():
+        loose: dict[int, list[int]] = {}
+        seen: set[int] = set()
+        get = self._blocks.get
+        for key in keys:
+            found = get(key)
             if isinstance(found, int):
-                if loose and (found != last or len(loose) >= MAX_RUN_BLOCKS):
-                    result.append((last, tuple(loose), False))
-                    loose = []
-                last = found
-                loose.append(key)
-            elif found.members[0] == key:
+                loose.setdefault(found, []).append(key)
+            elif found is not None and id(found) not in seen:
+                seen.add(id(found))
                 result.append((found.mask, found.members, True))
-        if loose:
-            result.append((last, tuple(loose), False))
+        result += [(mask, tuple(blocks), False) for mask, blocks in loose.items()]
         return result
 
     def check(self) -> None:

@@ -21,7 +21,6 @@ import grpc.aio
 from kvpool.errors import CapacityError, KVPoolError, RequestError
 from kvpool.metadata import wire
 from kvpool.metadata.events import Delta
-from kvpool.metadata.index import placements
 from kvpool.metadata.rpc import error_metadata, status_of
 from kvpool.metadata.state import DirectoryState
 from kvpool.metadata.v1 import metadata_pb2 as pb
@@ -34,7 +33,6 @@ MAX_LOOKUP_BLOCKS = 262_144
 SIGN_OF_LIFE_S = 1.0
 """An idle watch stream says this often that it lives."""
 
-SNAPSHOT_PART_BLOCKS = 8_192
 TICK_S = 0.05
 SWEEP_BLOCKS = 8_192
 
@@ -215,20 +213,14 @@ class MetadataService:
             return _serialise(pb.WatchEvent(alive=alive))
 
     async def _snapshot(self) -> AsyncIterator[bytes]:
-        """Serialised snapshot of this moment. What changes while it is sent follows as deltas."""
-        header, dump, owners = self.state.header(), self.state.index.dump(), self.state.index.slot_owners()
+        """A serialised snapshot, in parts; changes from its start on wait in the watcher's queue."""
+        header, parts = self.state.header(), self.state.index.dump()
         numbers = {member.info.key: number for number, member in enumerate(header.members)}
         yield pb.WatchEvent(header=wire.header_to_wire(header)).SerializeToString()
-        part, blocks = [], 0
-        for placement in placements(dump, owners):
-            part.append(wire.placement_to_wire(placement, numbers))
-            blocks += len(placement.hashes)
-            if blocks >= SNAPSHOT_PART_BLOCKS:
-                yield pb.WatchEvent(part=pb.SnapshotPart(placements=part)).SerializeToString()
-                part, blocks = [], 0
-                await asyncio.sleep(0)  # heartbeats first
-        if part:
-            yield pb.WatchEvent(part=pb.SnapshotPart(placements=part)).SerializeToString()
+        for part in parts:
+            placements = [wire.placement_to_wire(placement, numbers) for placement in part]
+            yield pb.WatchEvent(part=pb.SnapshotPart(placements=placements)).SerializeToString()
+            await asyncio.sleep(0)  # heartbeats first
         yield pb.WatchEvent(end=pb.SnapshotEnd()).SerializeToString()
 
 

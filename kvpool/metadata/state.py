@@ -256,7 +256,7 @@ class DirectoryState:
         )
 
     def header(self) -> SnapshotHeader:
-        """Start of a snapshot for a watcher; `PrefixIndex.dump` of the same moment is the rest."""
+        """Start of a snapshot for a watcher; `PrefixIndex.dump`, begun at the same moment, is the rest."""
         return SnapshotHeader(self.directory_epoch, self._sequence, self.members())
 
     def check(self) -> None:

@@ -10,8 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.metadata.index import PrefixIndex, placements
+from kvpool.metadata.events import BlockAction, BlockEvent, Delta, EventBatch
+from kvpool.metadata.index import PrefixIndex
+from kvpool.metadata.membership import DirectoryLimits
+from kvpool.metadata.state import DirectoryState
+from kvpool.metadata.view import DirectoryView
 from kvpool.types import BlockHash, Tier, WorkerEpoch, WorkerId, WorkerKey
+from tests.contract.metadata_support import member
 
 WORKERS = [WorkerKey(WorkerId(f"w{number}"), WorkerEpoch(1)) for number in range(4)]
 
@@ -122,31 +127,53 @@ def test_every_lookup_equals_the_naive_model_after_any_sequence_of_events(seed: 
     assert index.entries == sum(map(len, naive.current.values())) + sum(map(len, naive.incoming.values()))
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_a_copy_built_from_a_dump_answers_like_the_original(seed: int) -> None:
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), part_blocks=st.sampled_from([1, 3, 10, 1000]))
+def test_a_dump_taken_while_things_change_plus_the_changes_is_an_exact_copy(seed: int, part_blocks: int) -> None:
+    """The copy goes through `DirectoryView`, as at a router; the changes since the dump began follow it."""
     rng = random.Random(seed)
-    chains = _chains(rng, 5, 14)
-    index, naive = PrefixIndex(max_workers=len(WORKERS)), NaiveIndex()
-    for key in WORKERS:
-        index.add_worker(key)
-        naive.current[key] = set()
-    for _ in range(60):
-        _step(rng, index, naive, chains)
-    for key in list(naive.incoming):  # a copy of an unfinished snapshot is the directory view's business
-        index.end_snapshot(key)
-        naive.current[key] = naive.incoming.pop(key)
-    copy = PrefixIndex(max_workers=len(WORKERS))
-    for key in WORKERS:
-        copy.add_worker(key)
-        copy.set_visible(key, key not in naive.hidden)
-    for placement in placements(index.dump(), index.slot_owners()):
-        for key, tier, _ in placement.holders:
-            copy.stored(key, tier, placement.hashes, group=placement.group, linked=placement.linked)
-    copy.check()
+    chains = _chains(rng, 4, 12)
+    state = DirectoryState(1, DirectoryLimits(max_workers=8), 0)
+    view = DirectoryView(max_entries=10_000, max_workers=8)
+    log, epochs, sequences = list[Delta](), dict.fromkeys(range(3), 0), dict.fromkeys(range(3), 0)
+
+    def change() -> None:
+        number = rng.randrange(3)
+        info = member(f"w{number}", epochs[number])
+        if rng.random() < 0.06 or not epochs[number]:
+            epochs[number] += 1
+            log.extend(state.join(member(f"w{number}", epochs[number]), 0)[1])
+            sequences[number] = 0
+            return
+        start = rng.randrange(12)
+        piece = tuple(rng.choice(chains)[start : start + rng.randrange(1, 8)])
+        action = rng.choice([BlockAction.STORED, BlockAction.STORED, BlockAction.REMOVED])
+        event = BlockEvent(action, rng.choice([Tier.HOST, Tier.DISK]), piece, rng.choice([0, 0, 1]), True)
+        sequences[number] += 1
+        begin = sequences[number] == 1 or rng.random() < 0.1
+        batch = EventBatch(info.key, 1, sequences[number], (event,), begin, rng.random() < 0.3)
+        log.extend(state.publish(batch)[1])
+
+    for _ in range(rng.randrange(60)):
+        change()
+    view.begin(state.header())
+    for part in state.index.dump(part_blocks):
+        view.fill(part)
+        for _ in range(rng.randrange(4)):
+            change()
+            state.tick(0, rng.choice([1, 1000]))
+    view.finish()
+    for _ in range(5):
+        change()
+    for delta in log:
+        assert view.apply(delta)
+    view.index.check()
     for chain in chains:
         for group in (0, 1):
-            assert copy.prefixes(chain, group=group) == naive.prefixes(chain, group)
+            assert view.prefixes(chain, group=group) == state.lookup(chain, group)
+    assert [view.index.counts(key) for key in view.index.workers] == [
+        state.index.counts(k) for k in state.index.workers
+    ]
 
 
 @settings(max_examples=40, deadline=None)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from kvpool.errors import StaleError
-from kvpool.metadata.events import BlockAction, BlockEvent, EventBatch, SnapshotHeader, Welcome
-from kvpool.metadata.index import Placement, placements
+from kvpool.metadata.events import BlockAction, BlockEvent, Delta, EventBatch, SnapshotHeader, Welcome
+from kvpool.metadata.index import Placement, PrefixIndex
 from kvpool.metadata.membership import DirectoryLimits
 from kvpool.metadata.outbox import Outbox
 from kvpool.metadata.state import DirectoryState, StaleReason
@@ -38,6 +38,19 @@ FAULT_TIME_NS = 1_200 * MS
 QUIET_TIME_NS = 2_000 * MS
 CHECK_NS = 100 * MS
 CHAINS, CHAIN_BLOCKS = 4, 16
+
+
+def placements(index: PrefixIndex) -> list[Placement]:
+    """The whole content of an index."""
+    return [placement for part in index.dump() for placement in part]
+
+
+@dataclass(slots=True)
+class Feed:
+    """One watch stream as the replica sees it; changes wait until the snapshot was sent."""
+
+    stream: int
+    waiting: list[Delta] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +114,7 @@ class Replica(Process):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.watchers: dict[Router, int] = {}
+        self.watchers: dict[Router, Feed] = {}
         self.start()
 
     def start(self) -> None:
@@ -118,23 +131,46 @@ class Replica(Process):
         self.incarnation += 1
         self.watchers = {}
 
-    def relay(self, deltas: Any) -> None:
+    def relay(self, deltas: Iterable[Delta]) -> None:
         for delta in deltas:
-            for router, stream in list(self.watchers.items()):
-                self.world.send(
-                    self, router, lambda router=router, stream=stream, delta=delta: router.on_delta(stream, delta)
-                )
+            for router, feed in self.watchers.items():
+                if feed.waiting is None:
+                    self.send_delta(router, feed.stream, delta)
+                else:
+                    feed.waiting.append(delta)
+
+    def send_delta(self, router: Router, stream: int, delta: Delta) -> None:
+        self.world.send(self, router, lambda: router.on_delta(stream, delta))
 
     def say_alive(self) -> None:
         epoch, sequence = self.state.directory_epoch, self.state.sequence
-        for router, stream in list(self.watchers.items()):
-            self.world.send(self, router, lambda router=router, stream=stream: router.on_alive(stream, epoch, sequence))
+        for router, feed in self.watchers.items():
+            if feed.waiting is None:
+                self.send_alive(router, feed.stream, epoch, sequence)
+
+    def send_alive(self, router: Router, stream: int, epoch: int, sequence: int) -> None:
+        self.world.send(self, router, lambda: router.on_alive(stream, epoch, sequence))
 
     def on_watch(self, router: Router, stream: int) -> None:
-        self.watchers[router] = stream
-        header = self.state.header()
-        parts = list(placements(self.state.index.dump(), self.state.index.slot_owners()))
-        self.world.send(self, router, lambda: router.on_snapshot(stream, header, parts))
+        """Send a snapshot, read in parts while the state goes on changing."""
+        feed = self.watchers[router] = Feed(stream, [])
+        header, parts, taken = self.state.header(), self.state.index.dump(part_blocks=20), list[Placement]()
+        incarnation = self.incarnation
+
+        def read() -> None:
+            if self.incarnation != incarnation or self.watchers.get(router) is not feed:
+                return
+            part = next(parts, None)
+            if part is not None:
+                taken.extend(part)
+                self.world.after(self.world.rng.randrange(3 * MS), lambda: self.deliver(read))
+                return
+            self.world.send(self, router, lambda: router.on_snapshot(stream, header, taken))
+            waiting, feed.waiting = feed.waiting or [], None
+            for delta in waiting:
+                self.send_delta(router, stream, delta)
+
+        read()
 
     def call(self, worker: Worker, reply: Callable[[Any], None], action: Callable[[], tuple[Any, Any]]) -> None:
         """One call with one answer: a value or a `StaleError`."""
@@ -472,7 +508,7 @@ class World:
 
     def check_index(self, state: DirectoryState) -> None:
         """No block is ascribed to an incarnation that never held it."""
-        for item in placements(state.index.dump(), state.index.slot_owners()):
+        for item in placements(state.index):
             for key, _, _ in item.holders:
                 assert self.incarnations[key].ever.issuperset(item.hashes), f"phantom blocks at {key}"
 
@@ -501,7 +537,7 @@ class World:
     def content(index: Any) -> set[tuple[WorkerKey, Tier, BlockHash]]:
         return {
             (key, tier, item)
-            for placement in placements(index.dump(), index.slot_owners())
+            for placement in placements(index)
             for key, tier, incoming in placement.holders
             for item in placement.hashes
         }
