@@ -155,8 +155,11 @@ def test_the_youngest_is_preempted_and_resumes_from_its_retained_blocks() -> Non
     old = bench.submit("old", range(7), max_tokens=20)
     young = bench.submit("young", range(50, 57), max_tokens=20)
     bench.beat()
+    ran: list[tuple[str, int, int, int]] = []
     while not young.tally.preemptions:
-        bench.beat()
+        ran = bench.beat()
+    assert [name for name, *_ in ran] == ["old"], "the older one goes on in the same step"
+    assert young.table.pages() == []
     assert old.phase is Phase.RUNNING
     assert young.phase is Phase.WAITING
     assert (young.slot, young.computed_tokens) == (None, 0)
