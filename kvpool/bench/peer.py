@@ -25,8 +25,9 @@ import xxhash
 
 from kvpool.errors import TransferError
 from kvpool.store.arena import Arena
-from kvpool.transport.base import BlockWant, HeldBlock, Peer, ReadHandle, ReadRequest, Transport
+from kvpool.transport.base import BlockWant, HeldBlock, Peer, ReadHandle, ReadRequest
 from kvpool.transport.ucx import UcxOptions, UcxTransport
+from kvpool.transport.wire import CONTROL_TAG, Message, encode
 from kvpool.types import BlockHash, WorkerEpoch, WorkerId, WorkerKey
 
 POISON = 0xA5
@@ -212,7 +213,7 @@ class _Server:
     def __init__(self, options: PeerOptions) -> None:
         self.options = options
         self.store = GeneratedStore(options)
-        self.transport: Transport = options.transport()
+        self.transport = options.transport()
         self.transport.start(options.key, self.store.arena.memory, options.block_bytes, self.store)
         self._busy = BusyLoop()
         self._handles: list[ReadHandle] = []
@@ -237,6 +238,11 @@ class _Server:
             "fds": len(os.listdir("/proc/self/fd")),
             "threads": threading.active_count(),
         }
+
+    def do_mangle(self, how: str) -> dict[str, Any]:
+        """Make this holder's replies wrong from now on: ``cut`` short, sent ``twice``, or ``none`` for right again."""
+        mangle_replies(self.transport, how)
+        return {}
 
     def do_socket(self) -> dict[str, Any]:
         """Offer the segment over one plain TCP socket, as the reference of `kvpool bench transfer`."""
@@ -267,6 +273,22 @@ class _Server:
         self.transport = self.options.transport()
         self.transport.start(self.options.key, self.store.arena.memory, self.options.block_bytes, self.store)
         return {"address": self.transport.address.hex(), "epoch": self.options.epoch}
+
+
+def mangle_replies(transport: UcxTransport, how: str) -> None:
+    """Reach into a transport and spoil what it replies; the reader must notice."""
+    running = transport._running
+    assert running is not None
+    server = running.server
+
+    def cut(link: Any, message: Message) -> None:
+        server._replies.append(link.connection.send(encode(message)[:-5], CONTROL_TAG))
+
+    def twice(link: Any, message: Message) -> None:
+        for _ in range(2):
+            server._replies.append(link.connection.send(encode(message), CONTROL_TAG))
+
+    server._reply = {"cut": cut, "twice": twice, "none": type(server)._reply.__get__(server)}[how]  # type: ignore[method-assign]
 
 
 def _serve_socket(listener: socket.socket, data: memoryview) -> None:
