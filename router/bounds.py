@@ -20,9 +20,8 @@ class Fleetwide(NamedTuple):
 
     Attributes:
         own: blocks each worker has.
-        wait: W of each worker.
-        backlog_in: how long each worker's way in is promised.
-        usable: False for workers that may not take the request, as inf to add: 0 or inf.
+        wait: W of each worker; inf where the request may not go.
+        backlog_in: how long each worker's way in is promised, negative once that has passed.
         total_tokens: length of the prompt.
     """
 
@@ -30,17 +29,18 @@ class Fleetwide(NamedTuple):
     own: Floats
     wait: Floats
     backlog_in: Floats
-    usable: Floats
     total_tokens: int
     footprint: Footprint
 
 
 def rest_ns(fleet: Fleetwide, blocks: int) -> Floats:
-    """P(n − c | c) behind a prefix of ``blocks``; inf for workers that have as much or may not take the request."""
+    """P(n − c | c) behind a prefix of ``blocks``; inf for workers that have as much themselves."""
     columns, total = fleet.columns, fleet.total_tokens
     cached = blocks * fleet.footprint.block_tokens
-    rest = columns.t0_ns + (total - cached) * (columns.token_ns + (0.5 * (total + cached)) * columns.pair_ns)
-    rest += fleet.usable
+    rest = (0.5 * (total + cached)) * columns.pair_ns
+    rest += columns.token_ns
+    rest *= total - cached
+    rest += columns.t0_ns
     rest[fleet.own >= blocks] = np.inf
     return rest
 

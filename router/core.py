@@ -312,7 +312,6 @@ class RouterCore:
                 policy=self._policy.name,
                 request=request,
                 workers=self._keys,
-                eligible=snapshot.columns.eligible.copy(),
                 decision=decision,
             )
         )

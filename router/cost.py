@@ -107,18 +107,22 @@ def queue_ns(load: WorkerLoad, curve: PrefillCurve) -> float:
 
 
 def wait_ns(columns: Columns, now_ns: int, costs: Costs) -> Floats:
-    """W: how long each worker's GPU is promised; a worker that does not report is assumed busy."""
-    wait = np.maximum(columns.gpu_free_ns - now_ns, 0.0)
-    unknown = columns.reported_ns < now_ns - costs.stale_report_ns
-    if unknown.any():
-        wait += unknown * costs.unknown_wait_ns
+    """W: how long each worker's GPU is promised; inf for workers that are closed. One that does not report is assumed
+    busy."""
+    wait = np.maximum(columns.gpu_free_ns - now_ns, columns.closed_ns)
+    oldest_ns = now_ns - costs.stale_report_ns
+    if columns.reported_ns.min() < oldest_ns:
+        wait += (columns.reported_ns < oldest_ns) * costs.unknown_wait_ns
     return wait
 
 
 def prefill_ns(columns: Columns, total_tokens: int, cached_tokens: Floats) -> Floats:
     """P(n − c | c) for every worker, with c < n."""
-    slope = columns.token_ns + (0.5 * columns.pair_ns) * (total_tokens + cached_tokens)
-    return columns.t0_ns + (total_tokens - cached_tokens) * slope
+    slope = (0.5 * columns.pair_ns) * (total_tokens + cached_tokens)
+    slope += columns.token_ns
+    slope *= total_tokens - cached_tokens
+    slope += columns.t0_ns
+    return slope
 
 
 def price_redo(wait: float, redo: float, own_blocks: int) -> Price:

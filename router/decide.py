@@ -25,9 +25,9 @@ from kvpool.plan import Plan
 from kvpool.types import RequestId, Tier, WorkerKey
 from router import cost
 from router.bounds import Fleetwide, load_bound, rest_ns
-from router.cost import Pair, Price
+from router.cost import Costs, Pair, Price
 from router.planning import Harm, Params, Promise, build_plan, build_promise
-from router.signals import Bools, Floats, Holding, LinkRow, RequestView, Snapshot, holdings
+from router.signals import Floats, Holding, LinkRow, RequestView, Snapshot, holdings
 
 MAX_HOLDERS = 16
 """Bounds the time of a decision when hundreds of workers hold a hot prefix and their links differ a little."""
@@ -41,8 +41,7 @@ class LoadPrice(NamedTuple):
     price: Price
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """The verdict. Columns are in the order of the snapshot's workers; nobody writes them any more.
 
     Attributes:
@@ -97,7 +96,6 @@ class _Case:
     request: RequestView
     snapshot: Snapshot
     params: Params
-    eligible: Bools
     held: list[Holding]
     own: Floats
     wait: Floats
@@ -136,25 +134,25 @@ def decide(request: RequestView, snapshot: Snapshot, params: Params) -> Decision
     )
 
 
-def eligible_workers(request: RequestView, snapshot: Snapshot) -> Bools:
-    """Mask of workers that may take the request.
+def open_waits(request: RequestView, snapshot: Snapshot, costs: Costs) -> Floats:
+    """W of every worker, inf for those that may not take the request.
 
     Raises:
-        UnavailableError: there is none.
+        UnavailableError: there is none that may.
     """
-    eligible = snapshot.columns.eligible
-    excluded = [snapshot.index[key] for key in request.exclude if key in snapshot.index]
-    if excluded:
-        eligible = eligible.copy()
-        eligible[excluded] = False
-    if not eligible.any():
+    wait = cost.wait_ns(snapshot.columns, snapshot.now_ns, costs)
+    for key in request.exclude:
+        position = snapshot.index.get(key)
+        if position is not None:
+            wait[position] = math.inf
+    if wait.min() == math.inf:
         raise UnavailableError(
             "no worker can take the request: none is alive, prefills and has not just failed it; "
             "start workers or retry later",
             workers=len(snapshot.workers),
-            excluded=len(excluded),
+            excluded=len(request.exclude),
         )
-    return eligible
+    return wait
 
 
 def harm_ns(harm: Harm, gpu_ns: float, wait: float, rate: float) -> float:
@@ -183,10 +181,9 @@ def _open_case(request: RequestView, snapshot: Snapshot, params: Params) -> _Cas
         request=request,
         snapshot=snapshot,
         params=params,
-        eligible=eligible_workers(request, snapshot),
         held=held,
         own=own,
-        wait=cost.wait_ns(columns, snapshot.now_ns, params.costs),
+        wait=open_waits(request, snapshot, params.costs),
         redo=cost.prefill_ns(columns, request.prompt_tokens, own * snapshot.footprint.block_tokens),
         rate=columns.arrivals * snapshot.arrival_scale if follows else None,
         ticket=zlib.crc32(request.request_id.encode()),
@@ -198,11 +195,8 @@ def _best_redo(case: _Case) -> _Choice:
     score = case.wait + case.redo
     if not case.params.harm.zero:
         score += _harm_columns(case, case.redo)
-    score = np.where(case.eligible, score, np.inf)
     least = float(score.min())
-    if not math.isfinite(least):
-        raise UnavailableError("no worker has a finite price", workers=len(columns))
-    tied = np.flatnonzero(score == least)
+    tied = (score == least).nonzero()[0]
     for values in (case.redo, columns.requests):
         if len(tied) > 1:
             seen = values[tied]
@@ -275,7 +269,7 @@ def _plans(pair: Pair, snapshot: Snapshot, params: Params) -> list[Price]:
 
 def _first(case: _Case, bounds: Floats, least: float) -> int:
     """Position of the least bound; among equals the fewest requests, then the turn."""
-    tied = np.flatnonzero(bounds == least)
+    tied = (bounds == least).nonzero()[0]
     if len(tied) == 1:
         return int(tied[0])
     columns = case.snapshot.columns
@@ -299,8 +293,7 @@ def _fleetwide(case: _Case) -> Fleetwide:
         columns=columns,
         own=case.own,
         wait=case.wait,
-        backlog_in=np.maximum(columns.in_free_ns - case.snapshot.now_ns, 0.0),
-        usable=np.where(case.eligible, 0.0, np.inf),
+        backlog_in=columns.in_free_ns - case.snapshot.now_ns,
         total_tokens=case.request.prompt_tokens,
         footprint=case.snapshot.footprint,
     )

@@ -164,4 +164,5 @@ class Fleet:
         view = self.workers[position]
         alive = view.state is MemberState.ALIVE
         self.columns.holder[position] = alive
-        self.columns.eligible[position] = alive and view.role is not Role.DECODE
+        open_to_requests = alive and view.role is not Role.DECODE
+        self.columns.closed_ns[position] = 0.0 if open_to_requests else math.inf

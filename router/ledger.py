@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvpool.types import RequestId, WorkerKey
 from router.planning import Promise
@@ -40,8 +41,7 @@ class _Account:
     live: set[RequestId] = field(default_factory=set)
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
+class Totals(NamedTuple):
     """What is promised with one worker. Moments are in the router's clock; 0 when nothing ever was.
 
     Attributes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvpool.plan import HolderRef, LoadSlice, Plan, PlanKind
 from kvpool.types import WorkerKey
@@ -54,11 +55,10 @@ class Params:
     deadline_factor: float = 3.0
     min_deadline_ns: float = 1e9
     min_stall_ns: float = 1e9
-    priced_pairs: int = 2
+    priced_pairs: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """Link time that a decision promises: ``busy_ns`` on the holder's way out and on the reader's way in."""
 
     holder: WorkerKey
@@ -66,8 +66,7 @@ class Transfer:
     busy_ns: float
 
 
-@dataclass(frozen=True, slots=True)
-class Promise:
+class Promise(NamedTuple):
     """What a decision reserves with its worker and its links, until the worker reports it."""
 
     worker: WorkerKey

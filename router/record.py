@@ -16,11 +16,11 @@ from kvpool.plan import PlanKind
 from kvpool.reports import RequestOutcome
 from kvpool.types import RequestId, WorkerKey
 from router.decide import Decision
-from router.signals import Bools, RequestView
+from router.signals import RequestView
 
 MAX_RECORD_BYTES = 256 * 1024 * 1024
 _RECORD_OVERHEAD_BYTES = 1024
-_BYTES_PER_WORKER = 3 * 8 + 1
+_BYTES_PER_WORKER = 3 * 8
 _CANDIDATES_SHOWN = 12
 
 
@@ -48,7 +48,6 @@ class DecisionRecord:
         policy: name of the policy that decided.
         request: what was known of the request.
         workers: candidates, in the order of all columns.
-        eligible: which of them could take the request.
         decision: verdict and prices.
         outcome: what became of it, None until reported.
     """
@@ -58,7 +57,6 @@ class DecisionRecord:
     policy: str
     request: RequestView
     workers: tuple[WorkerKey, ...]
-    eligible: Bools
     decision: Decision
     outcome: RequestOutcome | None = None
 
@@ -69,7 +67,7 @@ class DecisionRecord:
         found = []
         for position, worker in enumerate(self.workers):
             price = float(decision.wait[position] + decision.redo[position])
-            if self.eligible[position] and math.isfinite(price):
+            if math.isfinite(price):
                 found.append(self._candidate(worker, position, PlanKind.REDO, price))
         for position, holding, priced in decision.loads:
             source = self.workers[holding.position]

@@ -68,7 +68,7 @@ class Columns:
     """Numbers of all workers, in the order of ``Snapshot.workers``.
 
     Attributes:
-        eligible: may take a new request (alive, and prefills).
+        closed_ns: 0 where a new request may go (alive, and prefills), inf elsewhere: a wait that never ends.
         holder: may be read from (alive).
         rank: position of the key in sorted order; makes ties independent of the order of workers.
         reported_ns: moment of the newest report, `NEVER_NS` before the first.
@@ -80,7 +80,7 @@ class Columns:
         t0_ns, token_ns, pair_ns: prefill curve (`router.estimators.PrefillCurve`).
     """
 
-    eligible: Bools
+    closed_ns: Floats
     holder: Bools
     rank: Ints
     reported_ns: Floats
@@ -97,11 +97,12 @@ class Columns:
     @classmethod
     def zeros(cls, size: int) -> Columns:
         """Columns of ``size`` workers that are not eligible for anything yet."""
-        kinds = {"eligible": np.bool_, "holder": np.bool_, "rank": np.int64}
+        kinds = {"holder": np.bool_, "rank": np.int64}
         made: dict[str, Any] = {
             item.name: np.zeros(size, dtype=kinds.get(item.name, np.float64)) for item in fields(cls)
         }
         made["reported_ns"].fill(NEVER_NS)
+        made["closed_ns"].fill(np.inf)
         return cls(**made)
 
     def copy(self) -> Columns:
@@ -117,8 +118,7 @@ class Columns:
         return len(self.rank)
 
 
-@dataclass(frozen=True, slots=True)
-class LinkRow:
+class LinkRow(NamedTuple):
     """Curves of the links from one holder's tier to every worker, as columns."""
 
     alpha_ns: Floats

@@ -10,9 +10,9 @@ import numpy as np
 
 from router import cost
 from router.cost import Costs, Pair, Price
-from router.decide import Decision, LoadPrice, eligible_workers
+from router.decide import Decision, LoadPrice, open_waits
 from router.planning import Params, build_plan, build_promise
-from router.signals import Bools, Floats, Holding, RequestView, Snapshot, holdings
+from router.signals import Floats, Holding, RequestView, Snapshot, holdings
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,6 @@ class Facts:
 
     request: RequestView
     snapshot: Snapshot
-    eligible: Bools
     candidates: list[int]
     held: list[Holding]
     own: Floats
@@ -68,7 +67,7 @@ def gather(request: RequestView, snapshot: Snapshot, costs: Costs) -> Facts:
     Raises:
         UnavailableError: no worker is eligible.
     """
-    eligible = eligible_workers(request, snapshot)
+    wait = open_waits(request, snapshot, costs)
     columns = snapshot.columns
     held = holdings(request, snapshot)
     own = np.zeros(len(columns))
@@ -78,11 +77,10 @@ def gather(request: RequestView, snapshot: Snapshot, costs: Costs) -> Facts:
     return Facts(
         request=request,
         snapshot=snapshot,
-        eligible=eligible,
-        candidates=[i for i in order if eligible[i]],
+        candidates=[i for i in order if wait[i] < np.inf],
         held=held,
         own=own,
-        wait=cost.wait_ns(columns, snapshot.now_ns, costs),
+        wait=wait,
         redo=cost.prefill_ns(columns, request.prompt_tokens, own * snapshot.footprint.block_tokens),
     )
 

@@ -92,7 +92,7 @@ def snapshot(
     for i, worker in enumerate(workers):
         alive = worker.state is MemberState.ALIVE
         columns.holder[i] = alive
-        columns.eligible[i] = alive and worker.role is not Role.DECODE
+        columns.closed_ns[i] = 0.0 if alive and worker.role is not Role.DECODE else np.inf
         if worker.wait_ns is not None:
             columns.reported_ns[i] = now_ns
             columns.gpu_free_ns[i] = now_ns + worker.wait_ns

@@ -193,7 +193,7 @@ def test_records_and_status_and_learned_state_are_json() -> None:
     record = core.record(RequestId("r"))
     assert record is not None
     data = json.loads(json.dumps(record.to_dict()))
-    assert len(data["candidates"]) == 5  # three redo, two loads
+    assert len(data["candidates"]) == 4  # three redo, one load
     assert json.loads(json.dumps(core.status()))["decisions"] == {"redo": 1}
     saved = json.loads(json.dumps(core.learned()))
     fresh, _, _ = make_core()
