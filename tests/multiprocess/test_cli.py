@@ -1,0 +1,196 @@
+"""The command line as a user meets it: a cluster goes up, serves over CLI and HTTP, explains itself, and goes away."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.multiprocess.cluster_kit import processes_of, wait_until
+
+pytestmark = pytest.mark.cluster
+
+KVPOOL = [sys.executable, "-m", "kvpool.cli.main"]
+UP_TIMEOUT_S = 150
+
+
+class Shell:
+    """Runs ``kvpool`` with a state directory of its own."""
+
+    def __init__(self, state_home: Path) -> None:
+        self.environment = {**os.environ, "XDG_STATE_HOME": str(state_home)}
+
+    def run(self, *arguments: str, code: int = 0) -> str:
+        """Run a command to its end; its standard output."""
+        done = subprocess.run(
+            [*KVPOOL, *arguments],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=UP_TIMEOUT_S,
+            check=False,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout
+
+    def json(self, *arguments: str, code: int = 0) -> dict[str, Any]:
+        """Run a command with ``--json``."""
+        value: dict[str, Any] = json.loads(self.run(*arguments, "--json", code=code))
+        return value
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    """A shell that knows of no cluster yet."""
+    return Shell(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    """A free port for the gateway."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def up(shell: Shell, port: int, tiny_model_path: Path) -> Iterator[dict[str, Any]]:
+    """A cluster with a gateway that ``kvpool up`` left running; ``kvpool down`` must leave nothing of it."""
+    ready = shell.json("up", "--workers", "2", "--model", str(tiny_model_path), "--http-port", str(port))
+    status = shell.json("status")
+    cluster_dir = status["supervisor"]["cluster_dir"]
+    yield ready
+    assert shell.json("down") == {"name": "default", "was_running": True}
+    assert processes_of(cluster_dir) == []
+    assert not Path(cluster_dir).exists()
+    assert not psutil.pid_exists(ready["pid"])
+    assert shell.json("down") == {"name": "default", "was_running": False}
+
+
+def test_generate_and_explain_work_on_the_running_cluster(shell: Shell, up: dict[str, Any]) -> None:
+    result = shell.json("generate", "Hello there", "--max-tokens", "4")
+    assert 1 <= len(result["tokens"]) <= 4
+    record = shell.json("explain", result["request_id"])
+    assert record["worker"].partition("@")[0] == result["stats"]["worker_id"]
+    text = shell.run("explain", result["request_id"])
+    assert "chosen:" in text
+    assert "outcome:" in text
+
+
+def test_status_shows_members_blocks_links_decisions_and_failures(shell: Shell, up: dict[str, Any]) -> None:
+    status = shell.json("status")
+    assert {item["state"] for item in status["router"]["workers"]} == {"alive"}
+    assert {"links", "decisions", "failures"} <= status["router"].keys()
+    assert all(item["blocks"]["total"] > 0 for item in status["workers"].values())
+    (server,) = status["metadata"].values()
+    assert [member["worker_id"] for member in server["members"]] == ["worker-0", "worker-1"]
+    assert "worker-0" in shell.run("status")
+
+
+def test_a_second_up_is_refused_by_name(shell: Shell, up: dict[str, Any]) -> None:
+    assert "already runs" in shell.json("up", code=2)["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("generate", "x", "--max-tokens", "-1"), "max_tokens"),
+        (("explain", "req-unknown"), "req-unknown"),
+        (("status", "--name", "elsewhere"), "kvpool up"),
+        (("bench", "nonsense"), "engine"),
+    ],
+)
+def test_mistakes_are_answered_with_the_way_out(
+    shell: Shell, up: dict[str, Any], arguments: tuple[str, ...], named: str
+) -> None:
+    code = 1 if "elsewhere" in arguments else 2
+    assert named in shell.json(*arguments, code=code)["error"]
+
+
+def _post(port: int, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return int(response.status), response.read()
+    except urllib.error.HTTPError as error:
+        return int(error.code), error.read()
+
+
+def test_the_gateway_serves_completions_and_chats(up: dict[str, Any], port: int) -> None:
+    status, raw = _post(port, "/v1/completions", {"prompt": "Hello", "max_tokens": 3, "temperature": 0})
+    answer = json.loads(raw)
+    assert (status, answer["object"], answer["usage"]["completion_tokens"]) == (200, "text_completion", 3)
+    assert answer["kvpool"]["worker_id"] in ("worker-0", "worker-1")
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0, "stream": True}
+    status, raw = _post(port, "/v1/chat/completions", body)
+    events = [line.removeprefix("data: ") for line in raw.decode().splitlines() if line]
+    assert (status, events[-1]) == (200, "[DONE]")
+    assert json.loads(events[-2])["choices"][0]["finish_reason"] in ("length", "stop")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/v1/completions", {"prompt": "x", "max_tokens": -1}, "max_tokens"),
+        ("/v1/completions", {"prompt": "x", "modle": "y"}, "modle"),
+        ("/v1/completions", {"prompt": "x", "model": "gpt-5"}, "gpt-5"),
+        ("/v1/chat/completions", {"messages": []}, "messages|prompt"),
+    ],
+)
+def test_the_gateway_refuses_malformed_bodies_by_name(
+    up: dict[str, Any], port: int, path: str, body: dict[str, Any], named: str
+) -> None:
+    status, raw = _post(port, path, body)
+    assert status == 400
+    assert any(name in json.loads(raw)["error"]["message"] for name in named.split("|"))
+
+
+EMBEDDED = """
+import sys
+from kvpool.client import KVPoolClient
+from kvpool.config import ClusterConfig, EngineConfig, WorkerConfig
+config = ClusterConfig(workers=(WorkerConfig(count=1, engine=EngineConfig(model=sys.argv[1], num_blocks=64)),))
+with KVPoolClient(config=config) as client:
+    print(client._async._cluster.cluster_dir, flush=True)
+    for _ in client.stream("Hello", max_tokens=800, ignore_eos=True):
+        pass
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_an_embedded_cluster_ends_with_its_program_whatever_ends_it(
+    number: signal.Signals, tiny_model_path: Path
+) -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", EMBEDDED, str(tiny_model_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert program.stdout is not None
+        cluster_dir = program.stdout.readline().strip()
+        assert Path(cluster_dir).is_dir()
+        program.send_signal(number)
+        program.wait(60)
+        wait_until(lambda: processes_of(cluster_dir) == [], 20, "every process of the cluster is gone")
+        wait_until(lambda: not Path(cluster_dir).exists(), 20, "its directory is gone")
+    finally:
+        if program.poll() is None:
+            program.kill()
+        program.communicate()
