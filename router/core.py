@@ -212,12 +212,18 @@ class RouterCore:
         self._sequences[key] = report.sequence
         now_ns = self._clock_ns()
         for prefill in report.prefills:
-            self._prefills.observe(key.worker_id, prefill.new_tokens, prefill.context_tokens, prefill.elapsed_ns)
+            self._prefills.observe(
+                key.worker_id,
+                prefill.new_tokens,
+                prefill.context_tokens,
+                prefill.elapsed_ns,
+                report.load.running_requests,
+            )
         for load in report.loads:
             self._learn_load(key, load, now_ns)
         for outcome in report.outcomes:
             self.outcome(outcome)
-        curve = self._prefills.curve(key.worker_id)
+        curve = self._prefills.curve(key.worker_id).beside(report.load.running_requests)
         work_ns = cost.queue_ns(report.load, curve)
         self._ledger.on_report(key, work_ns, report.load.served_request_ids, now_ns)
         self._fleet.set_load(key, report.load, now_ns)
@@ -351,6 +357,7 @@ class RouterCore:
             "prefill_t0_ms": curve.t0_ns / 1e6,
             "prefill_us_per_token": curve.token_ns / 1e3,
             "prefill_ps_per_pair": curve.pair_ns * 1e3,
+            "prefill_ns_per_token_and_decoding_request": curve.beside_ns,
             "prefill_samples": self._prefills.samples(view.key.worker_id),
             "load_failure_probability": self._failures.probability(view.key, now_ns),
             "counters": self._worker_counters.get(view.key, {}),

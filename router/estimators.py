@@ -5,7 +5,7 @@ and no RNG, and `to_dict`/`from_dict` carry it across a router restart. Nothing 
 
 Both curves are linear in features with coefficients ≥ 0 and are fitted on *relative* error (weights 1/T²):
 
-    prefill  T(u | c) = t0 + a·u + b·(u·c + u²/2)      u new tokens over c cached ones
+    prefill  T(u | c) = t0 + (a + d·D)·u + b·(u·c + u²/2)   u new tokens over c cached ones beside D decoding requests
     link     T(bytes) = α + bytes/β
 
 Invariants: coefficients are finite and ≥ 0; a curve exists before the first sample (the prior); the first sample
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvpool.types import Tier, WorkerId, WorkerKey
@@ -46,12 +46,20 @@ class PrefillCurve:
         token_ns: time per new token (``a``).
         pair_ns: time per pair of new token and token attended to (``b``).
         p90_ratio: 90th percentile of observed / predicted.
+        beside_ns: extra time per new token for every request that decodes beside it (``d``).
     """
 
     t0_ns: float
     token_ns: float
     pair_ns: float
     p90_ratio: float = 1.5
+    beside_ns: float = 0.0
+
+    def beside(self, decoding: int) -> PrefillCurve:
+        """The curve while ``decoding`` requests share the steps."""
+        if not self.beside_ns or not decoding:
+            return self
+        return replace(self, token_ns=self.token_ns + self.beside_ns * decoding, beside_ns=0.0)
 
     def time_ns(self, new_tokens: float, context_tokens: float) -> float:
         """T(u | c) in nanoseconds; 0 when there is nothing to compute."""
@@ -79,7 +87,7 @@ class LinkCurve:
         return 1e9 / self.byte_ns if self.byte_ns > 0 else math.inf
 
 
-PREFILL_PRIOR = PrefillCurve(t0_ns=10e6, token_ns=200e3, pair_ns=10.0)
+PREFILL_PRIOR = PrefillCurve(t0_ns=10e6, token_ns=200e3, pair_ns=10.0, beside_ns=400.0)
 """A small accelerator or a big CPU. Slow on purpose: before the first sample a load is worth trying."""
 
 LINK_PRIORS = {
@@ -95,7 +103,7 @@ Features = tuple[float, ...]
 class RelativeFit:
     """Non-negative least squares of relative error with exponential forgetting.
 
-    Minimises Σ λ^age · (1 − x·θ/T)² over θ ≥ 0. Information form of recursive least squares; exact for up to three
+    Minimises Σ λ^age · (1 − x·θ/T)² over θ ≥ 0. Information form of recursive least squares; exact for a few
     features. Not thread-safe.
 
     Args:
@@ -215,7 +223,7 @@ class RelativeFit:
 
 
 def nonnegative_least_squares(gram: Sequence[Sequence[float]], rhs: Sequence[float]) -> tuple[float, ...] | None:
-    """Minimise θᵀGθ − 2rᵀθ over θ ≥ 0 for up to three unknowns, by trying every support.
+    """Minimise θᵀGθ − 2rᵀθ over θ ≥ 0 for a few unknowns, by trying every support.
 
     Returns:
         The minimiser, or None when the system is degenerate.
@@ -263,11 +271,14 @@ def _solve_linear(matrix: list[list[float]], target: list[float]) -> list[float]
     return target
 
 
-def _prefill_features(new_tokens: float, context_tokens: float) -> Features:
-    return (1.0, new_tokens, new_tokens * (context_tokens + 0.5 * new_tokens))
+def _prefill_features(new_tokens: float, context_tokens: float, decoding: float) -> Features:
+    return (1.0, new_tokens, new_tokens * (context_tokens + 0.5 * new_tokens), new_tokens * decoding)
 
 
-_PREFILL_PROBES = tuple(_prefill_features(u, c) for u, c in ((512, 0), (2048, 0), (8192, 0), (512, 8192)))
+_PREFILL_PROBES = tuple(
+    _prefill_features(u, c, d)
+    for u, c, d in ((512, 0, 0), (2048, 0, 0), (8192, 0, 0), (512, 8192, 0), (2048, 0, 16), (2048, 0, 64))
+)
 _LINK_PROBES: tuple[Features, ...] = ((1.0, 1e5), (1.0, 1e6), (1.0, 1e8))
 
 
@@ -281,9 +292,11 @@ class PrefillEstimators:
         self._curves: dict[WorkerId, PrefillCurve] = {}
         self._shared = prior
 
-    def observe(self, worker: WorkerId, new_tokens: int, context_tokens: int, elapsed_ns: int) -> None:
-        """Learn one prefill pass of a single request."""
-        features = _prefill_features(new_tokens, context_tokens)
+    def observe(
+        self, worker: WorkerId, new_tokens: int, context_tokens: int, elapsed_ns: int, decoding: int = 0
+    ) -> None:
+        """Learn one prefill of a single request, beside ``decoding`` requests that decoded."""
+        features = _prefill_features(new_tokens, context_tokens, decoding)
         fit = self._fits.get(worker)
         if fit is None:
             fit = self._fits[worker] = self._new_fit(self._shared)
@@ -322,12 +335,13 @@ class PrefillEstimators:
 
     @staticmethod
     def _new_fit(prior: PrefillCurve) -> RelativeFit:
-        return RelativeFit((prior.t0_ns, prior.token_ns, prior.pair_ns), _PREFILL_PROBES, PREFILL_FORGETTING)
+        coefficients = (prior.t0_ns, prior.token_ns, prior.pair_ns, prior.beside_ns)
+        return RelativeFit(coefficients, _PREFILL_PROBES, PREFILL_FORGETTING)
 
     @staticmethod
     def _as_curve(fit: RelativeFit) -> PrefillCurve:
-        t0_ns, token_ns, pair_ns = fit.coefficients
-        return PrefillCurve(t0_ns, token_ns, pair_ns, max(1.0, fit.quantile(0.9)))
+        t0_ns, token_ns, pair_ns, beside_ns = fit.coefficients
+        return PrefillCurve(t0_ns, token_ns, pair_ns, max(1.0, fit.quantile(0.9)), beside_ns)
 
 
 LinkKey = tuple[WorkerId, WorkerId, Tier]

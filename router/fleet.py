@@ -67,10 +67,12 @@ class Fleet:
         return True
 
     def set_load(self, key: WorkerKey, load: WorkerLoad, now_ns: int) -> None:
-        """A member's newest report."""
+        """A member's newest report. An idle worker need not report again before it gets work; its membership lease
+        says that it lives."""
         position = self.index[key]
         self._replace(position, replace(self.workers[position], load=load))
-        self.columns.reported_ns[position] = now_ns
+        idle = load.waiting_requests == 0 and load.running_requests == 0
+        self.columns.reported_ns[position] = math.inf if idle else now_ns
 
     def set_totals(self, key: WorkerKey, totals: Totals) -> None:
         """What is promised with a member."""
@@ -87,13 +89,15 @@ class Fleet:
         columns.queued_tokens[position] = totals.tokens + (0 if load is None else load.queued_prefill_tokens)
 
     def note_arrival(self, position: int, now_ns: int) -> None:
-        """A request was routed to the worker. Counts carry a common factor that grows with time, so that all of them
+        """A request was routed to the worker, which must report from now on. Counts carry a common factor that grows with time, so that all of them
         decay without being touched."""
         exponent = (now_ns - self._arrivals_since_ns) / ARRIVAL_MEMORY_NS
         if exponent > _MAX_EXPONENT:
             self.columns.arrivals[:] *= math.exp(-min(exponent, 700.0))
             self._arrivals_since_ns, exponent = now_ns, 0.0
         self.columns.arrivals[position] += math.exp(exponent)
+        if self.columns.reported_ns[position] == math.inf:
+            self.columns.reported_ns[position] = now_ns
 
     def arrival_scale(self, now_ns: int) -> float:
         """What turns `Columns.arrivals` into requests per ns now."""
@@ -101,7 +105,7 @@ class Fleet:
         return math.exp(-min(exponent, 700.0)) / ARRIVAL_MEMORY_NS
 
     def set_curve(self, key: WorkerKey, curve: PrefillCurve) -> None:
-        """What was learned of a member's prefill."""
+        """What was learned of a member's prefill, beside what decodes there now (`PrefillCurve.beside`)."""
         position = self.index[key]
         self.columns.t0_ns[position] = curve.t0_ns
         self.columns.token_ns[position] = curve.token_ns

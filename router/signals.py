@@ -71,7 +71,8 @@ class Columns:
         closed_ns: 0 where a new request may go (alive, and prefills), inf elsewhere: a wait that never ends.
         holder: may be read from (alive).
         rank: position of the key in sorted order; makes ties independent of the order of workers.
-        reported_ns: moment of the newest report, `NEVER_NS` before the first.
+        reported_ns: moment since which a report is due: that of the newest report, `NEVER_NS` before the first, inf
+            for a worker that reported to be idle and got no work since.
         gpu_free_ns: moment when reported and promised prefill work ends.
         in_free_ns, out_free_ns: moment when promised loads into and out of the worker end.
         requests: requests admitted or promised and not finished.

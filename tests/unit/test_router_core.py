@@ -121,6 +121,13 @@ def test_excluded_suspect_draining_and_decode_workers_are_not_chosen() -> None:
         core.route(meta("x", exclude=frozenset({key(0), key(3)})))
 
 
+def test_an_idle_worker_may_be_silent_and_a_busy_one_may_not() -> None:
+    core, _, clock = make_core(workers=2)
+    core.on_report(report(1, 1, WorkerLoad(running_requests=1)))
+    clock.now_ns += 60 * S
+    assert {core.route(meta(f"r{i}", tokens=160)).worker for i in range(3)} == {key(0)}
+
+
 def test_a_suspect_holder_is_not_offered() -> None:
     core, directory, _ = make_core()
     directory.held[key(1)] = {Tier.DEVICE: 90}
