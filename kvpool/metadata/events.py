@@ -155,6 +155,23 @@ class MemberView:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Blocks that the same holders hold, as `PrefixIndex.dump` yields them.
+
+    Attributes:
+        holders: worker, tier, and whether the entry belongs to a snapshot that is not complete yet.
+        group: attention group.
+        hashes: the blocks.
+        linked: each is the child of the one before it.
+    """
+
+    holders: tuple[tuple[WorkerKey, Tier, bool], ...]
+    group: int
+    hashes: tuple[BlockHash, ...]
+    linked: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotHeader:
     """What a watcher starts from; placements follow, then the deltas after ``sequence``."""
 

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.errors import CapacityError, InvariantViolation, StaleError
+from kvpool.metadata.events import Placement
 from kvpool.metadata.masks import MaskTable, block_hash, block_key
 from kvpool.types import BlockHash, Tier, WorkerKey
 
@@ -49,23 +50,6 @@ class StoreResult:
     added: int
     known: int
     refused: int
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Blocks that the same holders hold, as `PrefixIndex.dump` yields them.
-
-    Attributes:
-        holders: worker, tier, and whether the entry belongs to a snapshot that is not complete yet.
-        group: attention group.
-        hashes: the blocks.
-        linked: each is the child of the one before it.
-    """
-
-    holders: tuple[tuple[WorkerKey, Tier, bool], ...]
-    group: int
-    hashes: tuple[BlockHash, ...]
-    linked: bool
 
 
 @dataclass(slots=True)

@@ -58,11 +58,13 @@ class Link:
         member: MemberInfo,
         snapshot: Callable[[], Sequence[tuple[Tier, BlockHash]]],
         fence: Callable[[str], None],
+        draining: threading.Event,
     ) -> None:
         self.address = address
         self._member = member
         self._take_snapshot = snapshot
         self._fence = fence
+        self._draining = draining
         self._data = Endpoint(address)
         self._pulse = Endpoint(address)
         self._stopping = threading.Event()
@@ -215,15 +217,21 @@ class Link:
 
     def _beat(self, welcome: Welcome, probe: int | None) -> int | None:
         request = pb.HeartbeatRequest(
-            key=wire.key_to_wire(self._member.key), directory_epoch=welcome.directory_epoch, probe_answer=probe
+            key=wire.key_to_wire(self._member.key),
+            directory_epoch=welcome.directory_epoch,
+            probe_answer=probe,
+            draining=self._draining.is_set(),
         )
         pulse = wire.pulse_from_wire(self._pulse.call("Heartbeat", request, CALL_TIMEOUT_S))
+        if pulse.state is MemberState.DRAINING:
+            self._draining.set()  # from now on every replica is told
         with self._lock:
             self._state, self._heard_ns, self._last_error = pulse.state, time.monotonic_ns(), ""
         return pulse.probe
 
     def _join(self, timeout_s: float) -> Welcome:
-        reply = self._pulse.call("Join", pb.JoinRequest(info=wire.info_to_wire(self._member)), timeout_s)
+        request = pb.JoinRequest(info=wire.info_to_wire(self._member), draining=self._draining.is_set())
+        reply = self._pulse.call("Join", request, timeout_s)
         welcome = wire.welcome_from_wire(reply)
         with self._lock:
             self._outbox.joined(welcome)

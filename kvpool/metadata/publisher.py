@@ -48,7 +48,10 @@ class MetadataPublisher:
         self.member = member
         self._on_fenced = on_fenced
         self._fenced = threading.Event()
-        self._links = [Link(address, member, snapshot, self._fence) for address in check_endpoints(endpoints)]
+        self._draining = threading.Event()
+        self._links = [
+            Link(address, member, snapshot, self._fence, self._draining) for address in check_endpoints(endpoints)
+        ]
 
     def start(self, timeout_s: float = 5.0) -> None:
         """Join every replica that answers, then go on in the background. Replicas that are down are joined later.
@@ -113,9 +116,22 @@ class MetadataPublisher:
         """A newer epoch of this worker exists."""
         return self._fenced.is_set()
 
+    @property
+    def draining(self) -> bool:
+        """A replica was told to drain this worker, or `drain` was called; every replica learns of it."""
+        return self._draining.is_set()
+
+    def drain(self) -> None:
+        """Take no more requests or readers: every replica hears it with the next heartbeat. There is no way back."""
+        self._draining.set()
+
     def status(self) -> dict[str, Any]:
         """Per replica: connected, member state, and counters, as JSON-able data."""
-        return {"fenced": self.fenced, "endpoints": {link.address: link.status() for link in self._links}}
+        return {
+            "fenced": self.fenced,
+            "draining": self.draining,
+            "endpoints": {link.address: link.status() for link in self._links},
+        }
 
     def _add(self, event: BlockEvent) -> None:
         if event.hashes:

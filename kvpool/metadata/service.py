@@ -77,7 +77,7 @@ class MetadataService:
     async def join(self, request: Any) -> Any:
         """See `DirectoryState.join`."""
         info = wire.info_from_wire(request.info)
-        welcome, deltas = self.state.join(info, time.monotonic_ns())
+        welcome, deltas = self.state.join(info, time.monotonic_ns(), draining=request.draining)
         self._relay(deltas)
         return wire.welcome_to_wire(welcome)
 
@@ -85,7 +85,9 @@ class MetadataService:
         """See `DirectoryState.heartbeat`."""
         answer = request.probe_answer if request.HasField("probe_answer") else None
         key = wire.key_from_wire(request.key)
-        pulse, deltas = self.state.heartbeat(key, request.directory_epoch, answer, time.monotonic_ns())
+        pulse, deltas = self.state.heartbeat(
+            key, request.directory_epoch, answer, time.monotonic_ns(), draining=request.draining
+        )
         self._relay(deltas)
         return wire.pulse_to_wire(pulse)
 
@@ -129,7 +131,7 @@ class MetadataService:
     async def describe(self, request: Any) -> Any:
         """Members, sizes, counters."""
         del request
-        state = self.state
+        state, suspicions = self.state, self.state.suspicions()
         return pb.DescribeResponse(
             directory_epoch=state.directory_epoch,
             sequence=state.sequence,
@@ -145,6 +147,7 @@ class MetadataService:
                     state=wire.state_to_wire(member.state),
                     blocks=state.index.counts(member.info.key),
                     load=wire.load_to_wire(member.report.load) if member.report else None,
+                    suspicion=suspicions.get(member.info.key, ""),
                 )
                 for member in state.members()
             ],

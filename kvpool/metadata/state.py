@@ -76,8 +76,10 @@ class DirectoryState:
 
     # -- membership ---------------------------------------------------------------------------------------------
 
-    def join(self, info: MemberInfo, now_ns: int) -> tuple[Welcome, Deltas]:
+    def join(self, info: MemberInfo, now_ns: int, *, draining: bool = False) -> tuple[Welcome, Deltas]:
         """A worker wants to be a member. Joining again with the same epoch renews the lease and keeps the blocks.
+
+        ``draining``: some directory told it to drain. That it remembers, so that it survives this one's restart.
 
         Raises:
             RequestError: the info is malformed.
@@ -101,11 +103,14 @@ class DirectoryState:
         if member is None:
             self.index.add_worker(info.key)
             member = self._members[worker_id] = Member(info, lease_until_ns)
+            member.draining = draining
+            self.index.set_visible(info.key, not draining)
             self._fence(worker_id, epoch)
             self.counters.joins += 1
             deltas.append(self._emit(MemberChanged(info, member.state)))
         else:
             member.lease_until_ns = lease_until_ns
+            deltas.extend(self._drain(member, draining))
             if member.info != info:
                 member.info = info
                 deltas.append(self._emit(MemberChanged(info, member.state)))
@@ -113,9 +118,15 @@ class DirectoryState:
         return Welcome(self.directory_epoch, self.limits.lease_ns, applied), tuple(deltas)
 
     def heartbeat(
-        self, key: WorkerKey, directory_epoch: int, probe_answer: int | None, now_ns: int
+        self,
+        key: WorkerKey,
+        directory_epoch: int,
+        probe_answer: int | None,
+        now_ns: int,
+        *,
+        draining: bool = False,
     ) -> tuple[Pulse, Deltas]:
-        """Renew a membership lease, take the answer to a probe.
+        """Renew a membership lease, take the answer to a probe and what the worker knows about draining.
 
         Raises:
             StaleError: not a member of this incarnation; ``details["reason"]`` is a `StaleReason`.
@@ -123,7 +134,7 @@ class DirectoryState:
         member = self._member(key, directory_epoch)
         member.lease_until_ns = now_ns + self.limits.lease_ns
         member.answer_probe(probe_answer)
-        deltas = self._restore(member, now_ns)
+        deltas = self._drain(member, draining) + self._restore(member, now_ns)
         token = None if member.suspicion is None else member.suspicion.token
         return Pulse(member.state, self.limits.lease_ns, token), deltas
 
@@ -164,10 +175,7 @@ class DirectoryState:
         if member is None:
             known = ", ".join(sorted(self._members)) or "none"
             raise RequestError(f"no member is called {worker_id!r}; members: {known}", worker=worker_id)
-        if member.draining:
-            return member.info.key, ()
-        member.draining = True
-        return member.info.key, self._show(member)
+        return member.info.key, self._drain(member, True)
 
     def leave(self, key: WorkerKey) -> Deltas:
         """A worker goes for good; this epoch of it cannot join again. May be repeated.
@@ -255,6 +263,14 @@ class DirectoryState:
             for member in self._members.values()
         )
 
+    def suspicions(self) -> dict[WorkerKey, str]:
+        """Suspected members and why."""
+        return {
+            member.info.key: member.suspicion.reason
+            for member in self._members.values()
+            if member.suspicion is not None
+        }
+
     def header(self) -> SnapshotHeader:
         """Start of a snapshot for a watcher; `PrefixIndex.dump`, begun at the same moment, is the rest."""
         return SnapshotHeader(self.directory_epoch, self._sequence, self.members())
@@ -330,6 +346,13 @@ class DirectoryState:
         del self._members[member.info.key.worker_id]
         self.index.remove_worker(member.info.key)
         return self._emit(MemberGone(member.info.key, reason))
+
+    def _drain(self, member: Member, draining: bool) -> Deltas:
+        """Note that a member drains; there is no way back but another epoch."""
+        if not draining or member.draining:
+            return ()
+        member.draining = True
+        return self._show(member)
 
     def _restore(self, member: Member, now_ns: int) -> Deltas:
         if not member.restore(now_ns):

@@ -22,12 +22,13 @@ from kvpool.metadata.events import (
     MemberChanged,
     MemberGone,
     MemberView,
+    Placement,
     Pulse,
     Reported,
     SnapshotHeader,
     Welcome,
 )
-from kvpool.metadata.index import Placement, Prefixes
+from kvpool.metadata.index import Prefixes
 from kvpool.metadata.v1 import metadata_pb2 as pb
 from kvpool.reports import LoadSample, PrefillSample, RequestOutcome, WorkerLoad, WorkerReport
 from kvpool.types import (
@@ -412,6 +413,7 @@ def member_description(message: Message) -> dict[str, Any]:
         "worker_epoch": info.key.worker_epoch,
         "role": info.role.value,
         "state": state_from_wire(message.state).value,
+        "suspicion": message.suspicion,
         "transport": info.transport,
         "control_address": info.control_address,
         "layout_fingerprint": info.layout_fingerprint,

@@ -219,6 +219,19 @@ def test_one_replica_dies_and_lookups_watchers_and_publishers_go_on(stack: ExitS
     assert client.lookup(chain) == {member("w0").key: {Tier.DEVICE: 300}}
 
 
+def test_a_drain_reaches_replicas_that_were_down_and_survives_restarts(stack: ExitStack) -> None:
+    first, second = _server(stack), _server(stack)
+    publisher = _publisher(stack, [first.address, second.address], "w0", Owner(hashes(3)))
+    second.process.kill()
+    second.process.wait(WAIT_S)
+    with MetadataClient([first.address]) as client:
+        client.drain(member("w0").key.worker_id)
+    assert _eventually(lambda: publisher.draining)
+    _server(stack, second.port)
+    with MetadataClient([second.address]) as client:
+        assert _eventually(lambda: [item["state"] for item in client.describe()["members"]] == ["draining"])
+
+
 def test_a_frozen_replica_is_given_up_and_catches_up_after_it_thaws(stack: ExitStack) -> None:
     first, second = _server(stack), _server(stack)
     addresses = [first.address, second.address]

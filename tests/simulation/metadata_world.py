@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpool.errors import StaleError
-from kvpool.metadata.events import BlockAction, BlockEvent, Delta, EventBatch, SnapshotHeader, Welcome
-from kvpool.metadata.index import Placement, PrefixIndex
+from kvpool.metadata.events import BlockAction, BlockEvent, Delta, EventBatch, Placement, SnapshotHeader, Welcome
+from kvpool.metadata.index import PrefixIndex
 from kvpool.metadata.membership import DirectoryLimits
 from kvpool.metadata.outbox import Outbox
 from kvpool.metadata.state import DirectoryState, StaleReason

@@ -270,6 +270,32 @@ def test_a_draining_worker_that_was_suspected_goes_on_draining() -> None:
     state.check()
 
 
+def test_a_drained_worker_stays_drained_when_the_directory_restarts() -> None:
+    state, chain = _directory(), hashes(2)
+    state.join(member(), 0, draining=True)
+    state.publish(_batch(member().key, 1, chain, snapshot_begin=True, snapshot_end=True))
+    assert state.members()[0].state is MemberState.DRAINING
+    assert state.lookup(chain) == {}
+    state.check()
+
+
+def test_a_replica_that_missed_a_drain_learns_of_it_with_a_heartbeat() -> None:
+    state = _directory()
+    key = _joined(state, member())
+    pulse, deltas = state.heartbeat(key, EPOCH, None, 1, draining=True)
+    assert pulse.state is MemberState.DRAINING
+    assert [delta.change for delta in deltas] == [MemberChanged(member(), MemberState.DRAINING)]
+    assert state.heartbeat(key, EPOCH, None, 2)[0].state is MemberState.DRAINING
+    state.check()
+
+
+def test_suspicions_are_described_with_their_reason() -> None:
+    state = _directory()
+    key = _joined(state, member())
+    _suspect(state, key, 0)
+    assert state.suspicions() == {key: "stall"}
+
+
 # -- streams --------------------------------------------------------------------------------------------------------
 
 

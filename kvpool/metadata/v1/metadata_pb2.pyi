@@ -84,10 +84,12 @@ class MemberInfo(_message.Message):
     def __init__(self, key: _Optional[_Union[WorkerKey, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., transport: _Optional[str] = ..., data_address: _Optional[bytes] = ..., layout_fingerprint: _Optional[str] = ..., hash_scheme: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., capacity_blocks: _Optional[_Iterable[int]] = ..., control_address: _Optional[str] = ..., calibration: _Optional[_Iterable[_Union[PrefillSample, _Mapping]]] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("info",)
+    __slots__ = ("info", "draining")
     INFO_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     info: MemberInfo
-    def __init__(self, info: _Optional[_Union[MemberInfo, _Mapping]] = ...) -> None: ...
+    draining: bool
+    def __init__(self, info: _Optional[_Union[MemberInfo, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
     __slots__ = ("directory_epoch", "lease_ns", "applied_sequence")
@@ -100,14 +102,16 @@ class JoinResponse(_message.Message):
     def __init__(self, directory_epoch: _Optional[int] = ..., lease_ns: _Optional[int] = ..., applied_sequence: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("key", "directory_epoch", "probe_answer")
+    __slots__ = ("key", "directory_epoch", "probe_answer", "draining")
     KEY_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROBE_ANSWER_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     key: WorkerKey
     directory_epoch: int
     probe_answer: int
-    def __init__(self, key: _Optional[_Union[WorkerKey, _Mapping]] = ..., directory_epoch: _Optional[int] = ..., probe_answer: _Optional[int] = ...) -> None: ...
+    draining: bool
+    def __init__(self, key: _Optional[_Union[WorkerKey, _Mapping]] = ..., directory_epoch: _Optional[int] = ..., probe_answer: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("state", "lease_ns", "probe")
@@ -458,16 +462,18 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class MemberDescription(_message.Message):
-    __slots__ = ("info", "state", "blocks", "load")
+    __slots__ = ("info", "state", "blocks", "load", "suspicion")
     INFO_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    SUSPICION_FIELD_NUMBER: _ClassVar[int]
     info: MemberInfo
     state: MemberState
     blocks: _containers.RepeatedScalarFieldContainer[int]
     load: WorkerLoad
-    def __init__(self, info: _Optional[_Union[MemberInfo, _Mapping]] = ..., state: _Optional[_Union[MemberState, str]] = ..., blocks: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
+    suspicion: str
+    def __init__(self, info: _Optional[_Union[MemberInfo, _Mapping]] = ..., state: _Optional[_Union[MemberState, str]] = ..., blocks: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., suspicion: _Optional[str] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
     __slots__ = ("directory_epoch", "sequence", "uptime_ns", "lease_ns", "entries", "max_entries", "blocks", "watchers", "members", "counters")
