@@ -15,6 +15,7 @@ import ray
 import ray.exceptions
 from ray.actor import ActorHandle
 
+from kvpool.cluster.ray_auth import find_token
 from kvpool.errors import DeadlineError, KVPoolError, RequestError, UnavailableError
 from kvpool.hashing import Namespace
 from kvpool.plan import Route
@@ -212,6 +213,7 @@ def connect_ray(address: str) -> None:
         if ray.get_runtime_context().gcs_address != address:
             raise RequestError(f"this process is already connected to another Ray cluster, not to {address}")
         return
+    find_token(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:

@@ -32,6 +32,7 @@ from kvpool.cluster.connection import (
 from kvpool.cluster.gateway import start_gateway, stop_gateway
 from kvpool.cluster.guardian import CLUSTER_DIR_VARIABLE, reap, spawn_guardian
 from kvpool.cluster.processes import MetadataProcesses
+from kvpool.cluster.ray_auth import provide_token
 from kvpool.cluster.state import DEFAULT_NAME
 from kvpool.config import ClusterConfig, WorkerConfig
 from kvpool.errors import ConfigError, KVPoolError, UnavailableError
@@ -269,6 +270,7 @@ def _start_ray(address: str | None, cluster_dir: Path) -> bool:
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    provide_token()
     try:
         ray.init(
             num_cpus=max(4, os.cpu_count() or 1),
@@ -277,7 +279,6 @@ def _start_ray(address: str | None, cluster_dir: Path) -> bool:
             logging_level="ERROR",
             object_store_memory=OBJECT_STORE_BYTES,
             _temp_dir=str(cluster_dir / "ray"),
-            _node_ip_address="127.0.0.1",
         )
     except (ConnectionError, RuntimeError, OSError, ValueError) as error:
         raise UnavailableError(f"the embedded Ray cluster did not start: {error}") from error

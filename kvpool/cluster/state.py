@@ -25,6 +25,7 @@ class ClusterState:
         pid: the supervisor process.
         pid_created_s: when that process was created, so that a reused pid is not taken for it.
         cluster_dir: directory of its temporary files and logs.
+        ray_token: what Ray asks drivers for, empty when the user set up authentication.
     """
 
     name: str
@@ -33,6 +34,7 @@ class ClusterState:
     pid: int
     pid_created_s: float
     cluster_dir: str
+    ray_token: str = ""
 
     @property
     def alive(self) -> bool:
@@ -62,11 +64,12 @@ def state_path(name: str) -> Path:
 
 
 def write_state(state: ClusterState) -> None:
-    """Write the state of a cluster atomically."""
+    """Write the state of a cluster atomically, readable by its owner only."""
     path = state_path(state.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(asdict(state)))
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(json.dumps(asdict(state)))
     part.replace(path)
 
 
@@ -89,3 +92,9 @@ def read_state(name: str = DEFAULT_NAME) -> ClusterState | None:
 def remove_state(name: str) -> None:
     """Forget a cluster. May be repeated."""
     state_path(name).unlink(missing_ok=True)
+
+
+def all_states() -> list[ClusterState]:
+    """Every running cluster that ``kvpool up`` started here."""
+    found = (read_state(path.stem) for path in state_path(DEFAULT_NAME).parent.glob("*.json"))
+    return [state for state in found if state is not None]

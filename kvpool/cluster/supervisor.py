@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from kvpool.cluster.launcher import Cluster
+from kvpool.cluster.ray_auth import current_token
 from kvpool.cluster.state import ClusterState, read_state, remove_state, write_state
 from kvpool.config import ClusterConfig
 from kvpool.errors import KVPoolError, RequestError
@@ -67,6 +68,7 @@ def _run(config: ClusterConfig, name: str, ray_address: str | None) -> int:
             pid=process.pid,
             pid_created_s=process.create_time(),
             cluster_dir=str(cluster.cluster_dir),
+            ray_token=current_token(),
         )
         write_state(state)
         for number in (signal.SIGTERM, signal.SIGINT):

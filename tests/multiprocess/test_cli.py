@@ -68,10 +68,12 @@ def port() -> int:
 def up(shell: Shell, port: int, tiny_model_path: Path) -> Iterator[dict[str, Any]]:
     """A cluster with a gateway that ``kvpool up`` left running; ``kvpool down`` must leave nothing of it."""
     ready = shell.json("up", "--workers", "2", "--model", str(tiny_model_path), "--http-port", str(port))
-    status = shell.json("status")
-    cluster_dir = status["supervisor"]["cluster_dir"]
-    yield ready
-    assert shell.json("down") == {"name": "default", "was_running": True}
+    try:
+        cluster_dir = shell.json("status")["supervisor"]["cluster_dir"]
+        yield ready
+    finally:
+        ended = shell.json("down")
+    assert ended == {"name": "default", "was_running": True}
     assert processes_of(cluster_dir) == []
     assert not Path(cluster_dir).exists()
     assert not psutil.pid_exists(ready["pid"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvpool.cluster.state import ClusterState, read_state, remove_state, state_path, write_state
+from kvpool.cluster.state import ClusterState, all_states, read_state, remove_state, state_path, write_state
 from kvpool.errors import RequestError, UnavailableError
 
 
@@ -55,3 +55,9 @@ def test_a_damaged_file_is_named() -> None:
 def test_a_name_that_is_no_file_name_is_refused(name: str) -> None:
     with pytest.raises(RequestError, match="cluster name"):
         state_path(name)
+
+
+def test_the_file_is_readable_by_its_owner_only_because_it_holds_a_token() -> None:
+    write_state(_state())
+    assert state_path("c").stat().st_mode & 0o077 == 0
+    assert all_states() == [_state()]
