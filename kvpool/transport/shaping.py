@@ -197,8 +197,12 @@ class ShapingTransport:
             now_ns = self._clock_ns()
             for command in commands:
                 command(now_ns)
+            busy: set[WorkerId] = set()  # a link carries one read at a time, the most urgent first, as UCX grants them
             for read in self._reads:
-                self._advance(read, now_ns)
+                worker_id = read.task.request.peer.key.worker_id
+                self._advance(read, now_ns, may_move=worker_id not in busy)
+                if read.waiting:
+                    busy.add(worker_id)
             self._settle()
             if self._closing and not self._reads and not self._commands:
                 return
@@ -222,12 +226,12 @@ class ShapingTransport:
         total = len(task.request.blocks)
         read.waiting.extend(_Piece(read, first, min(step, total - first)) for first in range(0, total, step))
 
-    def _advance(self, read: _ShapedRead, now_ns: int) -> None:
-        """Give pieces a place on the link, hand out those that are due, and look at the timers."""
+    def _advance(self, read: _ShapedRead, now_ns: int, *, may_move: bool) -> None:
+        """Give pieces a place on the link if it is free, hand out those that are due, and look at the timers."""
         request = read.task.request
         worker_id = request.peer.key.worker_id
         shape = self._shapes.get(worker_id, CLEAR)
-        while read.waiting and not shape.stalled and read.task.error is None:
+        while may_move and read.waiting and not shape.stalled and read.task.error is None:
             piece = read.waiting[0]
             if piece.due_ns is None:
                 took_ns = int(piece.blocks * self._block_bytes / shape.rate_bytes_per_s * NS_PER_S)
