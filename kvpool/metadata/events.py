@@ -146,12 +146,16 @@ Change = MemberChanged | MemberGone | BlocksChanged | Reported
 
 @dataclass(frozen=True, slots=True)
 class MemberView:
-    """One member as a snapshot shows it. ``loading``: a snapshot is about to replace the blocks it is known to hold."""
+    """One member as a snapshot shows it.
+
+    ``loading``: a snapshot is about to replace the blocks it is known to hold. ``event_lag_ns`` stays in the directory.
+    """
 
     info: MemberInfo
     state: MemberState
     report: WorkerReport | None
     loading: bool
+    event_lag_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,6 +221,7 @@ class Link:
             directory_epoch=welcome.directory_epoch,
             probe_answer=probe,
             draining=self._draining.is_set(),
+            event_lag_ns=self._event_lag_ns(),
         )
         pulse = wire.pulse_from_wire(self._pulse.call("Heartbeat", request, CALL_TIMEOUT_S))
         if pulse.state is MemberState.DRAINING:
@@ -228,6 +229,11 @@ class Link:
         with self._lock:
             self._state, self._heard_ns, self._last_error = pulse.state, time.monotonic_ns(), ""
         return pulse.probe
+
+    def _event_lag_ns(self) -> int:
+        """Age of the oldest batch in flight, 0 without one."""
+        with self._lock:
+            return time.monotonic_ns() - self._sent_ns[0][1] if self._sent_ns else 0
 
     def _join(self, timeout_s: float) -> Welcome:
         request = pb.JoinRequest(info=wire.info_to_wire(self._member), draining=self._draining.is_set())

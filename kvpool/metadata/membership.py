@@ -67,6 +67,7 @@ class Member:
         applied: sequence of the last applied batch, None before the first snapshot.
         broken: a gap was seen; nothing but a snapshot is accepted.
         repeats: suspicions in a row, for the back-off.
+        event_lag_ns: age of the oldest event batch without an answer, as the worker said last.
     """
 
     info: MemberInfo
@@ -76,6 +77,7 @@ class Member:
     draining: bool = False
     suspicion: Suspicion | None = None
     repeats: int = 0
+    event_lag_ns: int = 0
     restored_ns: int = 0
     report: WorkerReport | None = None
 

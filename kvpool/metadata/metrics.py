@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -45,49 +45,53 @@ _HELP = {
 }
 
 
-class DirectoryCollector(Collector):
-    """Reads the state on its own event loop, at most once per scrape."""
+class LoopCollector(Collector):
+    """Collects on the event loop that owns the state, once per scrape."""
 
-    def __init__(self, state: DirectoryState, loop: asyncio.AbstractEventLoop) -> None:
-        self._state = state
+    def __init__(self, collect: Callable[[], list[Metric]], loop: asyncio.AbstractEventLoop) -> None:
+        self._collect = collect
         self._loop = loop
 
     def describe(self) -> list[Metric]:
         """Nothing in advance: registering must not wait for the loop it happens on."""
         return []
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> list[Metric]:
         """All metrics of this moment; called by the exporter's thread."""
-        yield from asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(SCRAPE_TIMEOUT_S)
+        return asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(SCRAPE_TIMEOUT_S)
 
     async def _read(self) -> list[Metric]:
-        return list(metrics_of(self._state))
+        return self._collect()
 
 
-def metrics_of(state: DirectoryState) -> Iterator[Metric]:
+def gauge(name: str, text: str, value: float) -> Metric:
+    """A gauge without labels."""
+    return GaugeMetricFamily(PREFIX + name, text, value=value)
+
+
+def metrics_of(state: DirectoryState) -> list[Metric]:
     """The metrics of a state."""
-    index = state.index
-    for name, value in asdict(state.counters).items():
-        yield CounterMetricFamily(PREFIX + name, _HELP[name], value=value)
-    gauges: dict[str, tuple[str, float]] = {
-        "entries": ("(block, worker, tier) entries, those of departed workers included until swept", index.entries),
-        "max_entries": ("Bound on entries", state.limits.max_entries),
-        "blocks": ("Different blocks", index.blocks),
-        "unknown_removals": ("Removals of blocks that were not known", index.unknown_removals),
-        "resident_bytes": ("Resident memory of the process", resident_bytes()),
-    }
-    for name, (text, number) in gauges.items():
-        yield GaugeMetricFamily(PREFIX + name, text, value=number)
-    members = GaugeMetricFamily(PREFIX + "members", "Members by state", labels=["state"])
+    index, members = state.index, state.members()
+    by_state = GaugeMetricFamily(PREFIX + "members", "Members by state", labels=["state"])
     held = GaugeMetricFamily(PREFIX + "held_blocks", "Blocks of members by tier", labels=["tier"])
-    states = [member.state for member in state.members()]
-    counts = [index.counts(member.info.key) for member in state.members()]
+    states = [member.state for member in members]
+    counts = [index.counts(member.info.key) for member in members]
     for kind in MemberState:
-        members.add_metric([kind.value], states.count(kind))
+        by_state.add_metric([kind.value], states.count(kind))
     for tier in Tier:
         held.add_metric([tier.name.lower()], sum(count[tier] for count in counts))
-    yield members
-    yield held
+    lag_s = max((member.event_lag_ns for member in members), default=0) / 1e9
+    return [
+        *(CounterMetricFamily(PREFIX + name, _HELP[name], value=n) for name, n in asdict(state.counters).items()),
+        by_state,
+        held,
+        gauge("event_lag_seconds", "Age of the oldest unanswered event batch of any worker", lag_s),
+        gauge("entries", "(block, worker, tier) entries, those of departed workers until swept", index.entries),
+        gauge("max_entries", "Bound on entries", state.limits.max_entries),
+        gauge("blocks", "Different blocks", index.blocks),
+        gauge("unknown_removals", "Removals of blocks that were not known", index.unknown_removals),
+        gauge("resident_bytes", "Resident memory of the process", resident_bytes()),
+    ]
 
 
 def resident_bytes() -> int:
@@ -106,9 +110,11 @@ class MetricsServer:
         ConfigError: the port cannot be bound.
     """
 
-    def __init__(self, state: DirectoryState, loop: asyncio.AbstractEventLoop, host: str, port: int) -> None:
+    def __init__(
+        self, collect: Callable[[], list[Metric]], loop: asyncio.AbstractEventLoop, host: str, port: int
+    ) -> None:
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(DirectoryCollector(state, loop))
+        registry.register(LoopCollector(collect, loop))
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=registry)
         except OSError as error:

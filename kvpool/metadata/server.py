@@ -22,10 +22,11 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
+from prometheus_client.core import Metric
 
 from kvpool.errors import ConfigError
 from kvpool.metadata.membership import DirectoryLimits
-from kvpool.metadata.metrics import MetricsServer
+from kvpool.metadata.metrics import MetricsServer, gauge, metrics_of
 from kvpool.metadata.rpc import SERVER_OPTIONS
 from kvpool.metadata.service import SERVICE_NAME, MetadataService, handlers
 from kvpool.metadata.state import DirectoryState
@@ -94,8 +95,30 @@ class MetadataServer:
         self._clock = asyncio.create_task(self.service.run())
         if self._options.metrics_port is not None:
             loop = asyncio.get_running_loop()
-            self._metrics = MetricsServer(self.service.state, loop, host, self._options.metrics_port)
+            self._metrics = MetricsServer(self._collect, loop, host, self._options.metrics_port)
             self.metrics_address = self._metrics.address
+
+    def _collect(self) -> list[Metric]:
+        service = self.service
+        return [
+            *metrics_of(service.state),
+            gauge("watchers", "Watch streams", service.watchers),
+            gauge("watch_queue_events", "Events waiting for the slowest watcher", service.longest_watch_queue),
+        ]
+
+    async def wait(self, ended: asyncio.Event) -> None:
+        """Serve until ``ended``.
+
+        Raises:
+            InvariantViolation: the service's own bug.
+        """
+        assert self._clock is not None
+        waiter = asyncio.create_task(ended.wait())
+        await asyncio.wait({waiter, self._clock}, return_when=asyncio.FIRST_COMPLETED)
+        waiter.cancel()
+        if self._clock.done():
+            clock, self._clock = self._clock, None
+            clock.result()
 
     async def stop(self) -> None:
         """End streams, calls and the clock. May be repeated."""
@@ -160,7 +183,7 @@ async def serve(options: ServerOptions) -> None:
     print(json.dumps(ready), flush=True)
     log.info("serving on %s, directory epoch %d", server.address, server.service.state.directory_epoch)
     try:
-        await ended.wait()
+        await server.wait(ended)
     finally:
         await server.stop()
 

@@ -18,9 +18,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from kvpool.errors import CapacityError, KVPoolError, RequestError
+from kvpool.errors import CapacityError, InvariantViolation, KVPoolError, RequestError
 from kvpool.metadata import wire
-from kvpool.metadata.events import Delta
+from kvpool.metadata.events import Delta, MemberChanged, MemberGone
 from kvpool.metadata.rpc import error_metadata, status_of
 from kvpool.metadata.state import DirectoryState
 from kvpool.metadata.v1 import metadata_pb2 as pb
@@ -71,6 +71,17 @@ class MetadataService:
         self._watchers: set[_Watcher] = set()
         self._started_ns = time.monotonic_ns()
         self._closing = asyncio.Event()
+        self._failure: InvariantViolation | None = None
+
+    @property
+    def watchers(self) -> int:
+        """Watch streams being served."""
+        return len(self._watchers)
+
+    @property
+    def longest_watch_queue(self) -> int:
+        """Events that wait for the slowest watcher."""
+        return max((watcher.queue.qsize() for watcher in self._watchers), default=0)
 
     # -- unary --------------------------------------------------------------------------------------------------
 
@@ -86,7 +97,12 @@ class MetadataService:
         answer = request.probe_answer if request.HasField("probe_answer") else None
         key = wire.key_from_wire(request.key)
         pulse, deltas = self.state.heartbeat(
-            key, request.directory_epoch, answer, time.monotonic_ns(), draining=request.draining
+            key,
+            request.directory_epoch,
+            answer,
+            time.monotonic_ns(),
+            draining=request.draining,
+            event_lag_ns=request.event_lag_ns,
         )
         self._relay(deltas)
         return wire.pulse_to_wire(pulse)
@@ -148,6 +164,7 @@ class MetadataService:
                     blocks=state.index.counts(member.info.key),
                     load=wire.load_to_wire(member.report.load) if member.report else None,
                     suspicion=suspicions.get(member.info.key, ""),
+                    event_lag_ns=member.event_lag_ns,
                 )
                 for member in state.members()
             ],
@@ -186,13 +203,24 @@ class MetadataService:
     # -- life ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep the state's time until `close`."""
+        """Keep the state's time until `close`.
+
+        Raises:
+            InvariantViolation: the state is wrong, here or in a call; the process must end, its history is in the log.
+        """
         while not self._closing.is_set():
+            if self._failure is not None:
+                raise self._failure
             self._relay(self.state.tick(time.monotonic_ns(), SWEEP_BLOCKS))
             try:
                 await asyncio.wait_for(self._closing.wait(), TICK_S)
             except TimeoutError:
                 continue
+
+    def fail(self, error: InvariantViolation) -> None:
+        """A call found our own bug: `run` ends with it."""
+        log.critical("the state of the directory is wrong: %s", error)
+        self._failure = error
 
     def close(self) -> None:
         """End `run` and all watch streams."""
@@ -201,6 +229,11 @@ class MetadataService:
     # -- private ------------------------------------------------------------------------------------------------
 
     def _relay(self, deltas: tuple[Delta, ...]) -> None:
+        for delta in deltas:
+            if isinstance(delta.change, MemberChanged):
+                log.info("member %s is %s", delta.change.info.key, delta.change.state.value)
+            elif isinstance(delta.change, MemberGone):
+                log.info("member %s is gone: %s", delta.change.key, delta.change.reason.value)
         if not self._watchers:
             return
         for delta in deltas:
@@ -241,15 +274,15 @@ def handlers(service: MetadataService) -> grpc.GenericRpcHandler[Any, Any]:
     }
     methods: dict[str, Any] = {
         name: grpc.unary_unary_rpc_method_handler(
-            _unary(method), request_deserializer=request.FromString, response_serializer=_serialise
+            _unary(service, method), request_deserializer=request.FromString, response_serializer=_serialise
         )
         for name, (method, request) in unary.items()
     }
     methods["Publish"] = grpc.stream_stream_rpc_method_handler(
-        _stream(service.publish), request_deserializer=pb.EventBatch.FromString, response_serializer=_serialise
+        _stream(service, service.publish), request_deserializer=pb.EventBatch.FromString, response_serializer=_serialise
     )
     methods["Watch"] = grpc.unary_stream_rpc_method_handler(
-        _stream(service.watch), request_deserializer=pb.WatchRequest.FromString, response_serializer=bytes
+        _stream(service, service.watch), request_deserializer=pb.WatchRequest.FromString, response_serializer=bytes
     )
     return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
 
@@ -258,22 +291,32 @@ def _serialise(message: Any) -> bytes:
     return bytes(message.SerializeToString())
 
 
-def _unary(method: Callable[[Any], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
+def _unary(
+    service: MetadataService, method: Callable[[Any], Awaitable[Any]]
+) -> Callable[[Any, Context], Awaitable[Any]]:
     async def handle(request: Any, context: Context) -> Any:
         try:
             return await method(request)
         except KVPoolError as error:
             await context.abort(status_of(error), error.message, error_metadata(error))
+        except InvariantViolation as error:
+            service.fail(error)
+            await context.abort(grpc.StatusCode.INTERNAL, str(error))
 
     return handle
 
 
-def _stream(method: Callable[[Any], AsyncIterator[Any]]) -> Callable[[Any, Context], AsyncIterator[Any]]:
+def _stream(
+    service: MetadataService, method: Callable[[Any], AsyncIterator[Any]]
+) -> Callable[[Any, Context], AsyncIterator[Any]]:
     async def handle(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
             async for response in method(request):
                 yield response
         except KVPoolError as error:
             await context.abort(status_of(error), error.message, error_metadata(error))
+        except InvariantViolation as error:
+            service.fail(error)
+            await context.abort(grpc.StatusCode.INTERNAL, str(error))
 
     return handle

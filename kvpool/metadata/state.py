@@ -35,7 +35,7 @@ from kvpool.metadata.events import (
     Welcome,
 )
 from kvpool.metadata.index import Prefixes, PrefixIndex
-from kvpool.metadata.membership import DirectoryLimits, Member, check_compatible, check_info
+from kvpool.metadata.membership import MAX_NAME_LENGTH, DirectoryLimits, Member, check_compatible, check_info
 from kvpool.reports import WorkerReport
 from kvpool.types import BlockHash, MemberInfo, MemberState, WorkerEpoch, WorkerId, WorkerKey
 
@@ -125,8 +125,9 @@ class DirectoryState:
         now_ns: int,
         *,
         draining: bool = False,
+        event_lag_ns: int = 0,
     ) -> tuple[Pulse, Deltas]:
-        """Renew a membership lease, take the answer to a probe and what the worker knows about draining.
+        """Renew a membership lease; take the answer to a probe, what the worker knows of draining, and its event lag.
 
         Raises:
             StaleError: not a member of this incarnation; ``details["reason"]`` is a `StaleReason`.
@@ -134,6 +135,7 @@ class DirectoryState:
         member = self._member(key, directory_epoch)
         member.lease_until_ns = now_ns + self.limits.lease_ns
         member.answer_probe(probe_answer)
+        member.event_lag_ns = event_lag_ns
         deltas = self._drain(member, draining) + self._restore(member, now_ns)
         token = None if member.suspicion is None else member.suspicion.token
         return Pulse(member.state, self.limits.lease_ns, token), deltas
@@ -155,7 +157,10 @@ class DirectoryState:
 
         Raises:
             StaleError: holder or reporter is not a member.
+            RequestError: the reason is a novel.
         """
+        if len(reason) > MAX_NAME_LENGTH:
+            raise RequestError(f"reason has {len(reason)} characters, more than {MAX_NAME_LENGTH}", field="reason")
         if reporter is not None:
             self._member(reporter)
         member = self._member(key)
@@ -259,7 +264,9 @@ class DirectoryState:
     def members(self) -> tuple[MemberView, ...]:
         """All members, in the order they joined."""
         return tuple(
-            MemberView(member.info, member.state, member.report, self.index.loading(member.info.key))
+            MemberView(
+                member.info, member.state, member.report, self.index.loading(member.info.key), member.event_lag_ns
+            )
             for member in self._members.values()
         )
 

@@ -61,6 +61,12 @@ _OUTCOME_FIELDS = tuple(
 )
 
 
+MAX_BATCH_BLOCKS = 65_536
+"""Blocks that one batch may carry: a larger one would hold up the service's other callers."""
+
+MAX_GROUPS = 64
+
+
 def pack_hashes(hashes: Iterable[BlockHash]) -> bytes:
     """Hashes one after the other."""
     return b"".join(hashes)
@@ -189,6 +195,9 @@ def batch_to_wire(batch: EventBatch) -> Message:
 
 def batch_from_wire(message: Message) -> EventBatch:
     """Message → `EventBatch`."""
+    packed_bytes = sum(len(event.hashes) for event in message.events)
+    if packed_bytes > MAX_BATCH_BLOCKS * BLOCK_HASH_BYTES:
+        raise RequestError(f"a batch takes at most {MAX_BATCH_BLOCKS} blocks; send several", field="events")
     return EventBatch(
         key=key_from_wire(message.key),
         directory_epoch=message.directory_epoch,
@@ -200,7 +209,7 @@ def batch_from_wire(message: Message) -> EventBatch:
                 BlockAction.REMOVED if event.removed else BlockAction.STORED,
                 _tier(event.tier),
                 unpack_hashes(event.hashes),
-                event.group,
+                _group(event.group),
                 event.linked,
             )
             for event in message.events
@@ -414,6 +423,7 @@ def member_description(message: Message) -> dict[str, Any]:
         "role": info.role.value,
         "state": state_from_wire(message.state).value,
         "suspicion": message.suspicion,
+        "event_lag_ns": message.event_lag_ns,
         "transport": info.transport,
         "control_address": info.control_address,
         "layout_fingerprint": info.layout_fingerprint,
@@ -436,6 +446,12 @@ def _named(names: dict[int, _T], number: int, field: str) -> _T:
         return names[number]
     except KeyError:
         raise RequestError(f"{field} has the unknown value {number}", field=field) from None
+
+
+def _group(number: int) -> int:
+    if number >= MAX_GROUPS:
+        raise RequestError(f"group must be below {MAX_GROUPS}, got {number}", field="group")
+    return number
 
 
 def _tier(number: int) -> Tier:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from kvpool.errors import IncompatibleError, RequestError, StaleError, UnavailableError
+from kvpool.errors import IncompatibleError, InvariantViolation, RequestError, StaleError, UnavailableError
 from kvpool.metadata import service
 from kvpool.metadata.client import MetadataClient
 from kvpool.metadata.membership import DirectoryLimits
@@ -321,6 +322,21 @@ def test_a_watcher_too_slow_for_the_deltas_starts_over_and_nothing_waits_for_it(
     go_on.set()
     assert sees(watcher, chain, info.key, 40_000)
     assert rig.client([server.address]).describe()["counters"]["watchers_dropped"] >= 1
+
+
+def test_a_broken_invariant_ends_the_service_instead_of_serving_wrong_answers(
+    server: ThreadedServer, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise InvariantViolation("the index lost a slot")
+
+    monkeypatch.setattr(server.server.service.state, "lookup", broken)
+    client = MetadataClient([server.address], timeout_s=0.3)
+    rig.closers.append(client)
+    with pytest.raises(UnavailableError, match="lost a slot"):
+        client.lookup(hashes(1))
+    with pytest.raises(InvariantViolation, match="lost a slot"):
+        server.call(server.server.wait(asyncio.Event()))
 
 
 def test_a_snapshot_callback_that_fails_once_is_called_again(server: ThreadedServer, rig: Rig) -> None:

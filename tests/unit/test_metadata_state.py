@@ -373,6 +373,14 @@ def test_deltas_are_numbered_without_a_gap() -> None:
     assert numbers == list(range(1, 21)) == list(range(1, state.sequence + 1))
 
 
+def test_event_lag_is_what_the_slowest_worker_said_last() -> None:
+    state = _directory()
+    for number, lag_ns in enumerate((5, 3_000_000_000, 7)):
+        state.heartbeat(_joined(state, member(f"w{number}")), EPOCH, None, 1, event_lag_ns=lag_ns)
+    metrics = {metric.name: metric for metric in metrics_of(state)}
+    assert metrics["kvpool_metadata_event_lag_seconds"].samples[0].value == 3.0
+
+
 def test_every_counter_is_a_metric_and_labels_do_not_grow_with_the_cluster() -> None:
     state = _directory()
     for number in range(5):

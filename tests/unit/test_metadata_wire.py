@@ -124,6 +124,8 @@ def test_malformed_messages_are_refused_by_field() -> None:
             "hashes",
         ),
         (wire.batch_from_wire, pb.EventBatch(), "worker_id"),
+        (wire.batch_from_wire, pb.EventBatch(key={"worker_id": "w"}, events=[pb.BlockEvent(group=64)]), "group"),
+        (wire.batch_from_wire, pb.EventBatch(events=[pb.BlockEvent(hashes=bytes(16 * 65_537))]), "events"),
         (wire.info_from_wire, pb.MemberInfo(key={"worker_id": "w"}), "role"),
         (wire.delta_from_wire, pb.Delta(), "change"),
         (lambda message: wire.placement_from_wire(message, []), pb.Placement(holders=[pb.Holder(member=3)]), "holders"),

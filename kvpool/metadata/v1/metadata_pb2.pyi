@@ -102,16 +102,18 @@ class JoinResponse(_message.Message):
     def __init__(self, directory_epoch: _Optional[int] = ..., lease_ns: _Optional[int] = ..., applied_sequence: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("key", "directory_epoch", "probe_answer", "draining")
+    __slots__ = ("key", "directory_epoch", "probe_answer", "draining", "event_lag_ns")
     KEY_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROBE_ANSWER_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    EVENT_LAG_NS_FIELD_NUMBER: _ClassVar[int]
     key: WorkerKey
     directory_epoch: int
     probe_answer: int
     draining: bool
-    def __init__(self, key: _Optional[_Union[WorkerKey, _Mapping]] = ..., directory_epoch: _Optional[int] = ..., probe_answer: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
+    event_lag_ns: int
+    def __init__(self, key: _Optional[_Union[WorkerKey, _Mapping]] = ..., directory_epoch: _Optional[int] = ..., probe_answer: _Optional[int] = ..., draining: _Optional[bool] = ..., event_lag_ns: _Optional[int] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("state", "lease_ns", "probe")
@@ -462,18 +464,20 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class MemberDescription(_message.Message):
-    __slots__ = ("info", "state", "blocks", "load", "suspicion")
+    __slots__ = ("info", "state", "blocks", "load", "suspicion", "event_lag_ns")
     INFO_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     SUSPICION_FIELD_NUMBER: _ClassVar[int]
+    EVENT_LAG_NS_FIELD_NUMBER: _ClassVar[int]
     info: MemberInfo
     state: MemberState
     blocks: _containers.RepeatedScalarFieldContainer[int]
     load: WorkerLoad
     suspicion: str
-    def __init__(self, info: _Optional[_Union[MemberInfo, _Mapping]] = ..., state: _Optional[_Union[MemberState, str]] = ..., blocks: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., suspicion: _Optional[str] = ...) -> None: ...
+    event_lag_ns: int
+    def __init__(self, info: _Optional[_Union[MemberInfo, _Mapping]] = ..., state: _Optional[_Union[MemberState, str]] = ..., blocks: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., suspicion: _Optional[str] = ..., event_lag_ns: _Optional[int] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
     __slots__ = ("directory_epoch", "sequence", "uptime_ns", "lease_ns", "entries", "max_entries", "blocks", "watchers", "members", "counters")
