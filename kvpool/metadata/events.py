@@ -88,6 +88,25 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A worker lives.
+
+    Attributes:
+        key: the worker.
+        directory_epoch: incarnation of the directory it joined.
+        probe_answer: the token of the last `Pulse`, None when there was none.
+        draining: some directory told it to drain, or it wants to.
+        event_lag_ns: age of its oldest event batch without an answer.
+    """
+
+    key: WorkerKey
+    directory_epoch: int
+    probe_answer: int | None = None
+    draining: bool = False
+    event_lag_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Pulse:
     """The answer to a heartbeat.
 

@@ -22,7 +22,7 @@ import grpc
 from kvpool.errors import KVPoolError, StaleError, UnavailableError
 from kvpool.metadata import wire
 from kvpool.metadata.client import Endpoint
-from kvpool.metadata.events import BatchAck, BlockEvent, Welcome
+from kvpool.metadata.events import BatchAck, BlockEvent, Heartbeat, Welcome
 from kvpool.metadata.outbox import Outbox
 from kvpool.metadata.rpc import error_from_rpc
 from kvpool.metadata.state import StaleReason
@@ -216,13 +216,10 @@ class Link:
                 self._pulse_wake.wait_for(lambda: self._stopping.is_set() or self._rejoin, wait_s)
 
     def _beat(self, welcome: Welcome, probe: int | None) -> int | None:
-        request = pb.HeartbeatRequest(
-            key=wire.key_to_wire(self._member.key),
-            directory_epoch=welcome.directory_epoch,
-            probe_answer=probe,
-            draining=self._draining.is_set(),
-            event_lag_ns=self._event_lag_ns(),
+        beat = Heartbeat(
+            self._member.key, welcome.directory_epoch, probe, self._draining.is_set(), self._event_lag_ns()
         )
+        request = wire.heartbeat_to_wire(beat)
         pulse = wire.pulse_from_wire(self._pulse.call("Heartbeat", request, CALL_TIMEOUT_S))
         if pulse.state is MemberState.DRAINING:
             self._draining.set()  # from now on every replica is told

@@ -94,16 +94,7 @@ class MetadataService:
 
     async def heartbeat(self, request: Any) -> Any:
         """See `DirectoryState.heartbeat`."""
-        answer = request.probe_answer if request.HasField("probe_answer") else None
-        key = wire.key_from_wire(request.key)
-        pulse, deltas = self.state.heartbeat(
-            key,
-            request.directory_epoch,
-            answer,
-            time.monotonic_ns(),
-            draining=request.draining,
-            event_lag_ns=request.event_lag_ns,
-        )
+        pulse, deltas = self.state.heartbeat(wire.heartbeat_from_wire(request), time.monotonic_ns())
         self._relay(deltas)
         return wire.pulse_to_wire(pulse)
 

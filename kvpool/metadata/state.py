@@ -25,6 +25,7 @@ from kvpool.metadata.events import (
     Delta,
     DirectoryCounters,
     EventBatch,
+    Heartbeat,
     LeaveReason,
     MemberChanged,
     MemberGone,
@@ -117,26 +118,17 @@ class DirectoryState:
         applied = None if member.broken else member.applied
         return Welcome(self.directory_epoch, self.limits.lease_ns, applied), tuple(deltas)
 
-    def heartbeat(
-        self,
-        key: WorkerKey,
-        directory_epoch: int,
-        probe_answer: int | None,
-        now_ns: int,
-        *,
-        draining: bool = False,
-        event_lag_ns: int = 0,
-    ) -> tuple[Pulse, Deltas]:
-        """Renew a membership lease; take the answer to a probe, what the worker knows of draining, and its event lag.
+    def heartbeat(self, beat: Heartbeat, now_ns: int) -> tuple[Pulse, Deltas]:
+        """Renew a membership lease, and take what else the worker says.
 
         Raises:
             StaleError: not a member of this incarnation; ``details["reason"]`` is a `StaleReason`.
         """
-        member = self._member(key, directory_epoch)
+        member = self._member(beat.key, beat.directory_epoch)
         member.lease_until_ns = now_ns + self.limits.lease_ns
-        member.answer_probe(probe_answer)
-        member.event_lag_ns = event_lag_ns
-        deltas = self._drain(member, draining) + self._restore(member, now_ns)
+        member.event_lag_ns = beat.event_lag_ns
+        member.answer_probe(beat.probe_answer)
+        deltas = self._drain(member, beat.draining) + self._restore(member, now_ns)
         token = None if member.suspicion is None else member.suspicion.token
         return Pulse(member.state, self.limits.lease_ns, token), deltas
 

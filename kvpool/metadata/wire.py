@@ -18,6 +18,7 @@ from kvpool.metadata.events import (
     BlocksChanged,
     Delta,
     EventBatch,
+    Heartbeat,
     LeaveReason,
     MemberChanged,
     MemberGone,
@@ -156,6 +157,24 @@ def welcome_from_wire(message: Message) -> Welcome:
     """Message → `Welcome`."""
     applied = message.applied_sequence if message.HasField("applied_sequence") else None
     return Welcome(message.directory_epoch, message.lease_ns, applied)
+
+
+def heartbeat_to_wire(beat: Heartbeat) -> Message:
+    """`Heartbeat` → message."""
+    return pb.HeartbeatRequest(
+        key=key_to_wire(beat.key),
+        directory_epoch=beat.directory_epoch,
+        probe_answer=beat.probe_answer,
+        draining=beat.draining,
+        event_lag_ns=beat.event_lag_ns,
+    )
+
+
+def heartbeat_from_wire(message: Message) -> Heartbeat:
+    """Message → `Heartbeat`."""
+    answer = message.probe_answer if message.HasField("probe_answer") else None
+    key = key_from_wire(message.key)
+    return Heartbeat(key, message.directory_epoch, answer, message.draining, message.event_lag_ns)
 
 
 def pulse_to_wire(pulse: Pulse) -> Message:

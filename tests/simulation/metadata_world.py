@@ -17,7 +17,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpool.errors import StaleError
-from kvpool.metadata.events import BlockAction, BlockEvent, Delta, EventBatch, Placement, SnapshotHeader, Welcome
+from kvpool.metadata.events import (
+    BlockAction,
+    BlockEvent,
+    Delta,
+    EventBatch,
+    Heartbeat,
+    Placement,
+    SnapshotHeader,
+    Welcome,
+)
 from kvpool.metadata.index import PrefixIndex
 from kvpool.metadata.membership import DirectoryLimits
 from kvpool.metadata.outbox import Outbox
@@ -212,7 +221,7 @@ class Link:
             epoch, probe = welcome.directory_epoch, self.probe
             self._ask(
                 lambda value: self.on_pulse(number, value),
-                lambda: replica.state.heartbeat(key, epoch, probe, replica.now_ns),
+                lambda: replica.state.heartbeat(Heartbeat(key, epoch, probe), replica.now_ns),
             )
         self.pump()
 

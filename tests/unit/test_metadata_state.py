@@ -13,6 +13,7 @@ from kvpool.metadata.events import (
     BlockEvent,
     BlocksChanged,
     EventBatch,
+    Heartbeat,
     LeaveReason,
     MemberChanged,
     MemberGone,
@@ -67,11 +68,11 @@ def test_a_member_expires_exactly_at_the_end_of_its_lease() -> None:
     for now_ns in range(0, 2000, 250):
         state.tick(now_ns)
         if now_ns == 750:
-            state.heartbeat(key, EPOCH, None, now_ns)
+            state.heartbeat(Heartbeat(key, EPOCH, None), now_ns)
         assert bool(state.members()) == (now_ns < 1750)
     assert state.lookup(chain) == {}
     with pytest.raises(StaleError) as caught:
-        state.heartbeat(key, EPOCH, None, 1800)
+        state.heartbeat(Heartbeat(key, EPOCH, None), 1800)
     assert _reason(caught.value) == "not_a_member"
     welcome, _ = state.join(member(), 1800)
     assert welcome.applied_sequence is None
@@ -91,7 +92,7 @@ def test_a_paused_directory_does_not_punish_its_members() -> None:
     key = _joined(state, member())
     state.tick(100)
     assert state.tick(50_000) == ()
-    state.heartbeat(key, EPOCH, None, 50_010)
+    state.heartbeat(Heartbeat(key, EPOCH, None), 50_010)
     assert len(state.members()) == 1
     gone = [delta for now_ns in range(50_100, 52_000, 100) for delta in state.tick(now_ns)]
     assert [delta.change for delta in gone] == [MemberGone(key, LeaveReason.EXPIRED)]
@@ -106,7 +107,7 @@ def test_a_new_epoch_replaces_the_old_in_one_step_and_every_old_call_is_refused(
     reader = _joined(state, member("reader"))
     calls = [
         lambda: state.join(member(epoch=5), 0),
-        lambda: state.heartbeat(old, EPOCH, None, 0),
+        lambda: state.heartbeat(Heartbeat(old, EPOCH, None), 0),
         lambda: state.publish(_batch(old, 2, chain)),
         lambda: state.report(WorkerReport(old, 1, WorkerLoad())),
         lambda: state.suspect(reader, old, "stall", token=1, now_ns=0),
@@ -145,7 +146,7 @@ def test_a_call_for_another_incarnation_of_the_directory_is_refused() -> None:
     state = _directory()
     key = _joined(state, member())
     for call in (
-        lambda: state.heartbeat(key, EPOCH - 1, None, 0),
+        lambda: state.heartbeat(Heartbeat(key, EPOCH - 1, None), 0),
         lambda: state.publish(_batch(key, 2, directory_epoch=EPOCH - 1)),
     ):
         with pytest.raises(StaleError) as caught:
@@ -204,11 +205,11 @@ def test_a_suspect_is_hidden_at_once_and_returns_after_probe_and_backoff() -> No
     key = _joined(state, member(), chain)
     assert _suspect(state, key, 10)
     assert state.lookup(chain) == {}
-    pulse, _ = state.heartbeat(key, EPOCH, None, 20)
+    pulse, _ = state.heartbeat(Heartbeat(key, EPOCH, None), 20)
     assert (pulse.state, pulse.probe) == (MemberState.SUSPECT, 42)
-    pulse, deltas = state.heartbeat(key, EPOCH, 42, 30)
+    pulse, deltas = state.heartbeat(Heartbeat(key, EPOCH, 42), 30)
     assert (pulse.state, deltas) == (MemberState.SUSPECT, ()), "the answer alone is not enough"
-    pulse, deltas = state.heartbeat(key, EPOCH, None, 110)
+    pulse, deltas = state.heartbeat(Heartbeat(key, EPOCH, None), 110)
     assert (pulse.state, pulse.probe) == (MemberState.ALIVE, None)
     assert [delta.change for delta in deltas] == [MemberChanged(member(), MemberState.ALIVE)]
     assert state.lookup(chain) == {key: {Tier.DEVICE: 3}}
@@ -220,7 +221,7 @@ def test_without_the_right_answer_a_suspect_stays_hidden() -> None:
     _suspect(state, key, 0)
     for now_ns in range(100, 3000, 100):
         state.tick(now_ns)
-        pulse, _ = state.heartbeat(key, EPOCH, 41, now_ns)
+        pulse, _ = state.heartbeat(Heartbeat(key, EPOCH, 41), now_ns)
         assert pulse.state is MemberState.SUSPECT
 
 
@@ -228,7 +229,7 @@ def _hidden_for(state: DirectoryState, key: WorkerKey, start_ns: int) -> int:
     """Suspect a worker that answers its probe at once; how long until it is back."""
     _suspect(state, key, start_ns)
     now_ns = start_ns
-    while state.heartbeat(key, EPOCH, 42, now_ns)[0].state is not MemberState.ALIVE:
+    while state.heartbeat(Heartbeat(key, EPOCH, 42), now_ns)[0].state is not MemberState.ALIVE:
         now_ns += 1
     return now_ns - start_ns
 
@@ -246,8 +247,8 @@ def test_reports_of_one_incident_do_not_prolong_it() -> None:
     key = _joined(state, member())
     assert _suspect(state, key, 0)
     assert not _suspect(state, key, 50, token=43)
-    assert state.heartbeat(key, EPOCH, 42, 60)[0].state is MemberState.SUSPECT
-    assert state.heartbeat(key, EPOCH, None, 100)[0].state is MemberState.ALIVE
+    assert state.heartbeat(Heartbeat(key, EPOCH, 42), 60)[0].state is MemberState.SUSPECT
+    assert state.heartbeat(Heartbeat(key, EPOCH, None), 100)[0].state is MemberState.ALIVE
     assert (state.counters.suspects, state.counters.suspects_ignored) == (1, 1)
 
 
@@ -265,7 +266,7 @@ def test_a_draining_worker_that_was_suspected_goes_on_draining() -> None:
     state.drain(WorkerId("w0"))
     _suspect(state, key, 0)
     assert state.members()[0].state is MemberState.SUSPECT
-    assert state.heartbeat(key, EPOCH, 42, 200)[0].state is MemberState.DRAINING
+    assert state.heartbeat(Heartbeat(key, EPOCH, 42), 200)[0].state is MemberState.DRAINING
     assert state.lookup(chain) == {}
     state.check()
 
@@ -282,10 +283,10 @@ def test_a_drained_worker_stays_drained_when_the_directory_restarts() -> None:
 def test_a_replica_that_missed_a_drain_learns_of_it_with_a_heartbeat() -> None:
     state = _directory()
     key = _joined(state, member())
-    pulse, deltas = state.heartbeat(key, EPOCH, None, 1, draining=True)
+    pulse, deltas = state.heartbeat(Heartbeat(key, EPOCH, draining=True), 1)
     assert pulse.state is MemberState.DRAINING
     assert [delta.change for delta in deltas] == [MemberChanged(member(), MemberState.DRAINING)]
-    assert state.heartbeat(key, EPOCH, None, 2)[0].state is MemberState.DRAINING
+    assert state.heartbeat(Heartbeat(key, EPOCH, None), 2)[0].state is MemberState.DRAINING
     state.check()
 
 
@@ -376,7 +377,7 @@ def test_deltas_are_numbered_without_a_gap() -> None:
 def test_event_lag_is_what_the_slowest_worker_said_last() -> None:
     state = _directory()
     for number, lag_ns in enumerate((5, 3_000_000_000, 7)):
-        state.heartbeat(_joined(state, member(f"w{number}")), EPOCH, None, 1, event_lag_ns=lag_ns)
+        state.heartbeat(Heartbeat(_joined(state, member(f"w{number}")), EPOCH, event_lag_ns=lag_ns), 1)
     metrics = {metric.name: metric for metric in metrics_of(state)}
     assert metrics["kvpool_metadata_event_lag_seconds"].samples[0].value == 3.0
 

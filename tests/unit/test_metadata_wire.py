@@ -103,6 +103,11 @@ def test_every_pulse_survives(pulse: events.Pulse) -> None:
     assert wire.pulse_from_wire(_through(wire.pulse_to_wire(pulse))) == pulse
 
 
+@given(beat=st.builds(events.Heartbeat, keys, numbers, st.none() | numbers, st.booleans(), numbers))
+def test_every_heartbeat_survives(beat: events.Heartbeat) -> None:
+    assert wire.heartbeat_from_wire(_through(wire.heartbeat_to_wire(beat))) == beat
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
