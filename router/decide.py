@@ -32,6 +32,10 @@ from router.signals import Floats, Holding, LinkRow, RequestView, Snapshot, hold
 MAX_HOLDERS = 16
 """Bounds the time of a decision when hundreds of workers hold a hot prefix and their links differ a little."""
 
+MAX_WAIT_NS = 1e13
+"""Keeps the endless wait of a closed worker finite where it is multiplied."""
+_NOBODY = np.zeros(1)
+
 
 class LoadPrice(NamedTuple):
     """A plan with a load, priced for one worker and one holder."""
@@ -100,7 +104,7 @@ class _Case:
     own: Floats
     wait: Floats
     redo: Floats
-    rate: Floats | None
+    followers: Floats
     ticket: int
 
 
@@ -155,19 +159,21 @@ def open_waits(request: RequestView, snapshot: Snapshot, costs: Costs) -> Floats
     return wait
 
 
-def harm_ns(harm: Harm, gpu_ns: float, wait: float, rate: float) -> float:
-    """What ``gpu_ns`` of prefill on a worker cost the requests behind it."""
-    counted = min(gpu_ns, harm.cap_ns)
-    return counted * (harm.base + harm.follow * rate * (wait + counted))
+def harm_ns(harm: Harm, gpu_ns: float, followers: float) -> float:
+    """What ``gpu_ns`` of prefill on a worker cost the ``followers`` who are expected before its queue has drained."""
+    return min(gpu_ns, harm.cap_ns) * (harm.base + harm.follow * followers)
+
+
+def followers(snapshot: Snapshot, wait: Floats) -> Floats:
+    """Requests expected at every worker before its queue has drained: recent arrival rate times wait."""
+    rate = snapshot.columns.arrivals * snapshot.arrival_scale
+    return np.asarray(rate * np.minimum(wait, MAX_WAIT_NS), dtype=np.float64)
 
 
 def _harm_columns(case: _Case, gpu: Floats) -> Floats:
     """`harm_ns` for every worker."""
     harm = case.params.harm
-    counted = np.minimum(gpu, harm.cap_ns)
-    if case.rate is None:
-        return counted * harm.base
-    return np.asarray(counted * (harm.base + harm.follow * case.rate * (case.wait + counted)), dtype=np.float64)
+    return np.asarray(np.minimum(gpu, harm.cap_ns) * (harm.base + harm.follow * case.followers), dtype=np.float64)
 
 
 def _open_case(request: RequestView, snapshot: Snapshot, params: Params) -> _Case:
@@ -176,16 +182,16 @@ def _open_case(request: RequestView, snapshot: Snapshot, params: Params) -> _Cas
     own = np.zeros(len(columns))
     for holding in held:
         own[holding.position] = holding.blocks
-    follows = params.harm.follow > 0.0 and snapshot.arrival_scale > 0.0
+    wait = open_waits(request, snapshot, params.costs)
     return _Case(
         request=request,
         snapshot=snapshot,
         params=params,
         held=held,
         own=own,
-        wait=open_waits(request, snapshot, params.costs),
+        wait=wait,
         redo=cost.prefill_ns(columns, request.prompt_tokens, own * snapshot.footprint.block_tokens),
-        rate=columns.arrivals * snapshot.arrival_scale if follows else None,
+        followers=followers(snapshot, wait) if params.harm.follow else _NOBODY,
         ticket=zlib.crc32(request.request_id.encode()),
     )
 
@@ -281,8 +287,8 @@ def _first(case: _Case, bounds: Floats, least: float) -> int:
 def _offer(case: _Case, position: int, source: Holding, price: Price) -> _Choice:
     score = price.ttft_ns
     if not case.params.harm.zero:
-        rate = 0.0 if case.rate is None else float(case.rate[position])
-        score += harm_ns(case.params.harm, price.gpu_ns, float(case.wait[position]), rate)
+        behind = float(case.followers[position]) if case.params.harm.follow else 0.0
+        score += harm_ns(case.params.harm, price.gpu_ns, behind)
     requests = float(case.snapshot.columns.requests[position])
     return _Choice(score, price.gpu_ns, requests, _turn(case, position), position, price, source)
 

@@ -89,8 +89,10 @@ class Fleet:
         columns.queued_tokens[position] = totals.tokens + (0 if load is None else load.queued_prefill_tokens)
 
     def note_arrival(self, position: int, now_ns: int) -> None:
-        """A request was routed to the worker, which must report from now on. Counts carry a common factor that grows with time, so that all of them
-        decay without being touched."""
+        """A request was routed to the worker, which must report from now on.
+
+        Counts carry a common factor that grows with time, so that all of them decay without being touched.
+        """
         exponent = (now_ns - self._arrivals_since_ns) / ARRIVAL_MEMORY_NS
         if exponent > _MAX_EXPONENT:
             self.columns.arrivals[:] *= math.exp(-min(exponent, 700.0))

@@ -15,10 +15,12 @@ MAX_ALTERNATES = 3
 
 @dataclass(frozen=True, slots=True)
 class Harm:
-    """What g ns of prefill on a worker cost others: ``g' · (base + follow · rate · (wait + g'))``, g' = min(g, cap).
+    """What g ns of prefill on a worker cost others: ``g' · (base + follow · rate · wait)``, with g' = min(g, cap).
 
-    Everybody who arrives at the worker while it is busy waits g longer; their number is the worker's recent arrival
-    rate times the time it stays busy.
+    Whoever arrives at the worker before its queue has drained waits g longer; their number is the worker's recent
+    arrival rate times the wait. So while nobody waits only ``base`` counts, and a queue makes long prefills gather on
+    workers to which few requests go, where they stand in nobody's way. The cap keeps the very longest from yielding
+    to everybody else.
 
     Attributes:
         base: harm that is always there: capacity used is gone.
@@ -28,12 +30,16 @@ class Harm:
 
     base: float = 0.0
     follow: float = 0.0
-    cap_ns: float = 2e9
+    cap_ns: float = 1e9
 
     @property
     def zero(self) -> bool:
         """Nothing is ever added."""
         return self.base == 0.0 and self.follow == 0.0
+
+
+DEFAULT_HARM = Harm(base=0.5, follow=6.0)
+"""Found by replaying parts of the conversation trace on two models, from light load to overload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,7 @@ class Params:
 
     costs: Costs = field(default_factory=Costs)
     loads: bool = True
-    harm: Harm = field(default_factory=Harm)
+    harm: Harm = DEFAULT_HARM
     deadline_factor: float = 3.0
     min_deadline_ns: float = 1e9
     min_stall_ns: float = 1e9

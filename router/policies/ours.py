@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from router.decide import Decision, decide
-from router.planning import Params
+from router.planning import Harm, Params
 from router.signals import RequestView, Snapshot
 
 
@@ -24,4 +24,4 @@ class KVPoolPolicy:
 
 def redo_only(params: Params | None = None) -> KVPoolPolicy:
     """Our queue and redo prices, never a load: what the demo compares with."""
-    return KVPoolPolicy(replace(params or Params(), loads=False), "redo_only")
+    return KVPoolPolicy(replace(params or Params(harm=Harm()), loads=False), "redo_only")

@@ -14,7 +14,7 @@ from kvpool.plan import PlanKind
 from kvpool.types import Tier
 from router import cost
 from router.cost import Costs
-from router.decide import Decision, decide, harm_ns
+from router.decide import Decision, decide, followers, harm_ns
 from router.estimators import LinkCurve, PrefillCurve
 from router.planning import Harm, Params
 from router.signals import Features, Footprint, Snapshot, holdings
@@ -181,9 +181,8 @@ def test_bounds_lose_no_optimum(
 
 
 def _score(shot: Snapshot, harm: Harm, position: int, ttft_ns: float, gpu_ns: float) -> float:
-    wait = cost.wait_ns(shot.columns, shot.now_ns, Costs())
-    rate = float(shot.columns.arrivals[position]) * shot.arrival_scale
-    return ttft_ns + harm_ns(harm, gpu_ns, float(wait[position]), rate)
+    behind = followers(shot, cost.wait_ns(shot.columns, shot.now_ns, Costs()))
+    return ttft_ns + harm_ns(harm, gpu_ns, float(behind[position]))
 
 
 def _every_score(shot: Snapshot, harm: Harm) -> list[float]:
