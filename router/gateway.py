@@ -5,8 +5,7 @@ An answer carries a ``kvpool`` object with worker, plan, and tokens cached, load
 shape and the status of what the caller can do: 400 fix the request, 429 and 503 come again, 504 out of time.
 """
 
-from __future__ import annotations
-
+# No postponed annotations here: Ray Serve rebuilds the class in another process, where FastAPI could not resolve them.
 import json
 import time
 from collections.abc import AsyncIterator

@@ -125,22 +125,26 @@ def _status(address: str | None, name: str, as_json: bool) -> None:
 
 
 def _print_part(title: str, part: dict[str, Any]) -> None:
-    """Nested mappings of mappings become tables, the rest key/value lines."""
-    plain = {key: item for key, item in part.items() if not _is_table(item)}
+    """Plain values become one table, rows of equal things a table of their own."""
     if title in ("workers", "metadata"):
         for name, item in part.items():
-            _print_part(f"{title[:-1] if title == 'workers' else title} {name}", item)
+            _print_part(name, item)
         return
-    print_table(title, ("what", "value"), [(key, _short(item)) for key, item in plain.items()])
-    for key, item in part.items():
-        if _is_table(item):
-            columns = list(dict.fromkeys(column for row in item.values() for column in row))
-            rows = [(name, *(_short(row.get(column, "")) for column in columns)) for name, row in item.items()]
-            print_table(f"{title}: {key}", (key, *columns), rows)
+    tables = {key: rows for key, item in part.items() if (rows := _rows(item))}
+    plain = [(key, _short(item)) for key, item in part.items() if key not in tables]
+    print_table(title, ("what", "value"), plain)
+    for key, rows in tables.items():
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        print_table(f"{title}: {key}", columns, [[_short(row.get(column, "")) for column in columns] for row in rows])
 
 
-def _is_table(item: Any) -> bool:
-    return isinstance(item, dict) and bool(item) and all(isinstance(row, dict) for row in item.values())
+def _rows(item: Any) -> list[dict[str, Any]]:
+    """The rows of a list of mappings or a mapping of mappings; empty when it is neither."""
+    if isinstance(item, dict) and item and all(isinstance(row, dict) for row in item.values()):
+        return [{"": name, **row} for name, row in item.items()]
+    if isinstance(item, list) and item and all(isinstance(row, dict) for row in item):
+        return item
+    return []
 
 
 def _short(item: Any) -> str:

@@ -43,6 +43,6 @@ def _use(token: str) -> None:
     os.environ[TOKEN_VARIABLE] = token
     if "ray" in sys.modules:
         # Ray reads its settings from the environment when it is imported; this makes it read them again.
-        from ray._raylet import Config
+        from ray import _raylet
 
-        Config.initialize("")
+        _raylet.Config.initialize("")  # type: ignore[attr-defined]
