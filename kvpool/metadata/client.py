@@ -20,7 +20,7 @@ from kvpool.metadata.index import Prefixes
 from kvpool.metadata.rpc import CHANNEL_OPTIONS, error_from_rpc
 from kvpool.metadata.v1 import metadata_pb2 as pb
 from kvpool.metadata.v1.metadata_pb2_grpc import MetadataServiceStub
-from kvpool.types import BlockHash, WorkerId, WorkerKey
+from kvpool.types import BlockHash, Tier, WorkerId, WorkerKey
 
 DEFAULT_TIMEOUT_S = 2.0
 MIN_SHARE_S = 0.05
@@ -204,6 +204,31 @@ def _describe(endpoint: Endpoint, timeout_s: float) -> dict[str, Any]:
         "max_entries": reply.max_entries,
         "blocks": reply.blocks,
         "watchers": reply.watchers,
-        "members": [wire.member_description(member) for member in reply.members],
+        "members": [_member_description(member) for member in reply.members],
         "counters": {counter.name: counter.value for counter in reply.counters},
+    }
+
+
+def _member_description(message: Any) -> dict[str, Any]:
+    """A member of a DescribeResponse as JSON-able data."""
+    info = wire.info_from_wire(message.info)
+    load = wire.load_from_wire(message.load) if message.HasField("load") else None
+    return {
+        "worker_id": info.key.worker_id,
+        "worker_epoch": info.key.worker_epoch,
+        "role": info.role.value,
+        "state": wire.state_from_wire(message.state).value,
+        "suspicion": message.suspicion,
+        "event_lag_ns": message.event_lag_ns,
+        "transport": info.transport,
+        "control_address": info.control_address,
+        "layout_fingerprint": info.layout_fingerprint,
+        "hash_scheme": info.hash_scheme,
+        "block_tokens": info.block_tokens,
+        "block_bytes": info.block_bytes,
+        "blocks": {tier.name.lower(): blocks for tier, blocks in zip(Tier, message.blocks, strict=False)},
+        "capacity_blocks": {
+            tier.name.lower(): blocks for tier, blocks in zip(Tier, info.capacity_blocks, strict=False)
+        },
+        "load": None if load is None else {name: getattr(load, name) for name in wire.LOAD_FIELDS},
     }

@@ -294,7 +294,10 @@ class Link:
         Raises:
             KVPoolError: why it broke.
         """
-        call = self._data.stub.Publish(self._batches(number))
+        try:
+            call = self._data.stub.Publish(self._batches(number))
+        except ValueError as error:
+            raise UnavailableError(f"the channel to {self.address} is closed", address=self.address) from error
         with self._lock:
             self._call = call
         if self._stopping.is_set():
@@ -315,24 +318,24 @@ class Link:
                     if self._call is not None:
                         self._call.cancel()
                     return
-                due = self._outbox.snapshot_due
-                if due:
+                ticket, batch = None, None
+                if self._outbox.snapshot_due:
                     if not self._may_snapshot(time.monotonic_ns()):
                         continue
-                    self._outbox.begin_snapshot()
+                    ticket = self._outbox.begin_snapshot()
                     self._sent_ns.clear()
-                batch = None if due else self._outbox.next_batch()
-                if batch is None and not due:
-                    self._events_wake.wait(MAX_RETRY_S)
-                    continue
-                if batch is not None:
+                else:
+                    batch = self._outbox.next_batch()
+                    if batch is None:
+                        self._events_wake.wait(MAX_RETRY_S)
+                        continue
                     self._sent_ns.append((batch.sequence, time.monotonic_ns()))
             if batch is not None:
                 yield wire.batch_to_wire(batch)
-                continue
-            blocks = self._take_snapshot()
-            with self._lock:
-                self._outbox.load_snapshot(blocks)
+            elif ticket is not None:
+                blocks = self._take_snapshot()  # without the lock: the owner may be calling `add` under its own
+                with self._lock:
+                    self._outbox.load_snapshot(ticket, blocks)
 
     def _may_snapshot(self, now_ns: int) -> bool:
         """Whether the next snapshot may begin; waits a little when it may not."""

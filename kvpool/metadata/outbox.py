@@ -42,6 +42,7 @@ class Outbox:
         self._queued_blocks = 0
         self._snapshot: deque[BlockEvent] | None = None
         self._taking = False
+        self._ticket = 0
         self._snapshot_begun = False
         self._snapshot_sequence = 0
         self._in_flight: deque[EventBatch] = deque()
@@ -93,17 +94,26 @@ class Outbox:
                 return
         self.require_snapshot()
 
-    def begin_snapshot(self) -> None:
-        """From here on events are queued behind the snapshot that is about to be taken."""
+    def begin_snapshot(self) -> int:
+        """From here on events are queued behind the snapshot that is about to be taken.
+
+        Returns:
+            A ticket for `load_snapshot`. A snapshot that was taken for an earlier ticket lacks what was dropped here.
+        """
         self._drop_queue()
         self._in_flight.clear()
         self._unsent = 0
         self._snapshot_due, self._taking = False, True
         self._snapshot, self._snapshot_begun = None, False
+        self._ticket += 1
+        return self._ticket
 
-    def load_snapshot(self, blocks: Sequence[tuple[Tier, BlockHash]]) -> None:
-        """Everything the owner holds, taken after `begin_snapshot`. Passed over when a newer one has become due."""
-        if not self._taking:
+    def load_snapshot(self, ticket: int, blocks: Sequence[tuple[Tier, BlockHash]]) -> None:
+        """Everything the owner holds, taken after `begin_snapshot` gave ``ticket``.
+
+        Passed over when a newer one has become due or was begun since.
+        """
+        if not self._taking or ticket != self._ticket:
             return
         self._taking, self._snapshot = False, deque()
         by_tier: dict[Tier, list[BlockHash]] = {}

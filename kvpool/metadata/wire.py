@@ -56,7 +56,7 @@ _TIERS: dict[Tier, Any] = {tier: int(tier) for tier in Tier}
 _ROLE_OF = {number: role for role, number in _ROLES.items()}
 _STATE_OF = {number: state for state, number in _STATES.items()}
 _REASON_OF = {number: reason for reason, number in _REASONS.items()}
-_LOAD_FIELDS = tuple(name for name in WorkerLoad.__dataclass_fields__ if name != "served_request_ids")
+LOAD_FIELDS = tuple(name for name in WorkerLoad.__dataclass_fields__ if name != "served_request_ids")
 _OUTCOME_FIELDS = tuple(
     name for name in RequestOutcome.__dataclass_fields__ if name.endswith("_ns") or name.startswith(("tokens", "bytes"))
 )
@@ -251,13 +251,13 @@ def ack_from_wire(message: Message) -> BatchAck:
 
 def load_to_wire(load: WorkerLoad) -> Message:
     """`WorkerLoad` → message. Negative values, which only a bug can bring, are sent as 0."""
-    numbers = {name: max(0, int(getattr(load, name))) for name in _LOAD_FIELDS}
+    numbers = {name: max(0, int(getattr(load, name))) for name in LOAD_FIELDS}
     return pb.WorkerLoad(served_request_ids=load.served_request_ids, **numbers)
 
 
 def load_from_wire(message: Message) -> WorkerLoad:
     """Message → `WorkerLoad`."""
-    numbers = {name: getattr(message, name) for name in _LOAD_FIELDS}
+    numbers = {name: getattr(message, name) for name in LOAD_FIELDS}
     return WorkerLoad(served_request_ids=tuple(RequestId(item) for item in message.served_request_ids), **numbers)
 
 
@@ -429,31 +429,6 @@ def prefixes_from_wire(messages: Iterable[Message]) -> Prefixes:
     """Messages → `Prefixes`."""
     return {
         key_from_wire(item.key): {_tier(length.tier): length.blocks for length in item.lengths} for item in messages
-    }
-
-
-def member_description(message: Message) -> dict[str, Any]:
-    """A member of a DescribeResponse as JSON-able data."""
-    info = info_from_wire(message.info)
-    load = load_from_wire(message.load) if message.HasField("load") else None
-    return {
-        "worker_id": info.key.worker_id,
-        "worker_epoch": info.key.worker_epoch,
-        "role": info.role.value,
-        "state": state_from_wire(message.state).value,
-        "suspicion": message.suspicion,
-        "event_lag_ns": message.event_lag_ns,
-        "transport": info.transport,
-        "control_address": info.control_address,
-        "layout_fingerprint": info.layout_fingerprint,
-        "hash_scheme": info.hash_scheme,
-        "block_tokens": info.block_tokens,
-        "block_bytes": info.block_bytes,
-        "blocks": {tier.name.lower(): blocks for tier, blocks in zip(Tier, message.blocks, strict=False)},
-        "capacity_blocks": {
-            tier.name.lower(): blocks for tier, blocks in zip(Tier, info.capacity_blocks, strict=False)
-        },
-        "load": None if load is None else {name: getattr(load, name) for name in _LOAD_FIELDS},
     }
 
 

@@ -40,6 +40,7 @@ LEASE_NS = 300 * MS
 BEAT_NS = 60 * MS
 STALL_NS = 200 * MS
 SNAPSHOT_PAUSE_NS = 40 * MS
+SNAPSHOT_NS = 60 * MS
 LIMITS = DirectoryLimits(
     lease_ns=LEASE_NS, probe_backoff_ns=50 * MS, max_probe_backoff_ns=400 * MS, suspicion_memory_ns=500 * MS
 )
@@ -267,19 +268,28 @@ class Link:
             if worker.now_ns < self.next_snapshot_ns:
                 return  # a later beat
             self.next_snapshot_ns = worker.now_ns + SNAPSHOT_PAUSE_NS
-            self.outbox.begin_snapshot()
-            incarnation = worker.incarnation
-
-            def load() -> None:
-                if worker.incarnation == incarnation:
-                    self.outbox.load_snapshot(worker.snapshot())
-                    self.pump()
-
-            worker.world.after(worker.world.rng.randrange(10 * MS), lambda: worker.deliver(load))
+            self.take_snapshot(self.outbox.begin_snapshot())
             return
         while (batch := self.outbox.next_batch()) is not None:
             self.sent.append((batch.sequence, worker.now_ns))
             self._send(batch)
+
+    def take_snapshot(self, ticket: int) -> None:
+        """Read the truth a little later, and hand it over later still."""
+        worker, rng = self.worker, self.worker.world.rng
+        incarnation = worker.incarnation
+
+        def take() -> None:
+            if worker.incarnation == incarnation:
+                blocks = worker.snapshot()
+                worker.world.after(rng.randrange(SNAPSHOT_NS), lambda: worker.deliver(lambda: load(blocks)))
+
+        def load(blocks: list[tuple[Tier, BlockHash]]) -> None:
+            if worker.incarnation == incarnation:
+                self.outbox.load_snapshot(ticket, blocks)
+                self.pump()
+
+        worker.world.after(rng.randrange(SNAPSHOT_NS), lambda: worker.deliver(take))
 
     def _send(self, batch: EventBatch) -> None:
         self._ask(self.on_ack, lambda: self.replica.state.publish(batch))

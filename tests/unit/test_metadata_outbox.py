@@ -26,8 +26,8 @@ def _synced(held: list[BlockHash] | None = None) -> Outbox:
     """An outbox whose first snapshot was sent and acknowledged."""
     outbox = Outbox(KEY, max_queued_blocks=100)
     outbox.joined(FRESH)
-    outbox.begin_snapshot()
-    outbox.load_snapshot([(Tier.HOST, item) for item in held or []])
+    ticket = outbox.begin_snapshot()
+    outbox.load_snapshot(ticket, [(Tier.HOST, item) for item in held or []])
     for batch in _drain(outbox):
         outbox.acked(BatchAck(batch.sequence, batch.sequence))
     assert outbox.idle
@@ -40,9 +40,9 @@ def test_nothing_is_sent_before_a_snapshot_was_taken() -> None:
     outbox.joined(FRESH)
     assert outbox.snapshot_due
     assert outbox.next_batch() is None
-    outbox.begin_snapshot()
+    ticket = outbox.begin_snapshot()
     assert outbox.next_batch() is None
-    outbox.load_snapshot([])
+    outbox.load_snapshot(ticket, [])
     (batch,) = _drain(outbox)
     assert (batch.sequence, batch.snapshot_begin, batch.snapshot_end, batch.events) == (1, True, True, ())
 
@@ -50,8 +50,10 @@ def test_nothing_is_sent_before_a_snapshot_was_taken() -> None:
 def test_a_large_snapshot_is_cut_into_batches_that_begin_and_end_once() -> None:
     outbox, held = Outbox(KEY), hashes(2 * MAX_BATCH_BLOCKS + 5)
     outbox.joined(FRESH)
-    outbox.begin_snapshot()
-    outbox.load_snapshot([(tier, item) for item, tier in zip(held, [Tier.HOST, Tier.DISK] * len(held), strict=False)])
+    ticket = outbox.begin_snapshot()
+    outbox.load_snapshot(
+        ticket, [(tier, item) for item, tier in zip(held, [Tier.HOST, Tier.DISK] * len(held), strict=False)]
+    )
     batches = _drain(outbox)
     assert [batch.snapshot_begin for batch in batches] == [True] + [False] * (len(batches) - 1)
     assert [batch.snapshot_end for batch in batches] == [False] * (len(batches) - 1) + [True]
@@ -63,9 +65,9 @@ def test_a_large_snapshot_is_cut_into_batches_that_begin_and_end_once() -> None:
 def test_events_during_a_snapshot_follow_it() -> None:
     outbox, (early, late) = Outbox(KEY), hashes(2)
     outbox.joined(FRESH)
-    outbox.begin_snapshot()
+    ticket = outbox.begin_snapshot()
     outbox.add(_stored([late]))
-    outbox.load_snapshot([(Tier.HOST, early)])
+    outbox.load_snapshot(ticket, [(Tier.HOST, early)])
     first, second = _drain(outbox)
     assert [event.hashes for event in first.events] == [(early,)]
     assert [event.hashes for event in second.events] == [(late,)]
@@ -122,8 +124,8 @@ def test_late_answers_to_batches_before_a_snapshot_ask_for_no_second_one() -> No
         outbox.next_batch()
     outbox.acked(BatchAck(2, 1, resync=True))
     assert outbox.snapshot_due
-    outbox.begin_snapshot()
-    outbox.load_snapshot([])
+    ticket = outbox.begin_snapshot()
+    outbox.load_snapshot(ticket, [])
     (batch,) = _drain(outbox)
     for late in (3, 4):
         outbox.acked(BatchAck(late, 1, resync=True))
@@ -137,8 +139,8 @@ def test_sequences_grow_by_one_across_snapshots() -> None:
     outbox.add(_stored(hashes(1)))
     (second,) = _drain(outbox)
     outbox.acked(BatchAck(2, 1, resync=True))
-    outbox.begin_snapshot()
-    outbox.load_snapshot([])
+    ticket = outbox.begin_snapshot()
+    outbox.load_snapshot(ticket, [])
     (third,) = _drain(outbox)
     assert (second.sequence, third.sequence) == (2, 3)
 
@@ -146,20 +148,35 @@ def test_sequences_grow_by_one_across_snapshots() -> None:
 def test_a_snapshot_that_was_begun_and_never_loaded_is_due_again_after_a_reconnect() -> None:
     outbox = _synced()
     outbox.require_snapshot()
-    outbox.begin_snapshot()
+    ticket = outbox.begin_snapshot()
     outbox.joined(Welcome(1, 1, applied_sequence=1))
     assert outbox.snapshot_due
-    outbox.load_snapshot([])
+    outbox.load_snapshot(ticket, [])
     assert outbox.next_batch() is None, "what it took belongs to the stream that broke"
 
 
 def test_one_huge_event_travels_in_batches_that_fit() -> None:
     outbox, blocks = Outbox(KEY), hashes(3 * MAX_BATCH_BLOCKS)
     outbox.joined(FRESH)
-    outbox.begin_snapshot()
-    outbox.load_snapshot([])
+    ticket = outbox.begin_snapshot()
+    outbox.load_snapshot(ticket, [])
     outbox.next_batch()
     outbox.add(BlockEvent(BlockAction.STORED, Tier.HOST, tuple(blocks), linked=True))
     batches = _drain(outbox)
     assert [len(event.hashes) for batch in batches for event in batch.events] == [MAX_BATCH_BLOCKS] * 3
     assert all(event.linked for batch in batches for event in batch.events)
+
+
+def test_a_snapshot_taken_for_an_earlier_begin_is_not_used() -> None:
+    """Between the two begins the queue was dropped, so the earlier snapshot lacks what was in it."""
+    outbox, (early, late) = _synced(), hashes(2)
+    outbox.require_snapshot()
+    first = outbox.begin_snapshot()
+    outbox.add(_stored([late]))
+    outbox.joined(Welcome(1, 1, applied_sequence=1))
+    second = outbox.begin_snapshot()
+    outbox.load_snapshot(first, [(Tier.HOST, early)])
+    assert outbox.next_batch() is None
+    outbox.load_snapshot(second, [(Tier.HOST, early), (Tier.HOST, late)])
+    (batch,) = _drain(outbox)
+    assert [event.hashes for event in batch.events] == [(early, late)]
