@@ -51,7 +51,8 @@ class Fleet:
         """Add a member or replace its facts; its load survives when the new view has none."""
         position = self.index.get(view.key)
         if position is None:
-            self._rebuild((*self.workers, view))
+            self._rebuild(list(range(len(self.workers))), (view,))
+            self._classify(len(self.workers) - 1)
             self.set_curve(view.key, curve)
             return
         if view.load is None:
@@ -61,9 +62,10 @@ class Fleet:
 
     def remove(self, key: WorkerKey) -> bool:
         """Drop a member; False when it was none."""
-        if key not in self.index:
+        position = self.index.get(key)
+        if position is None:
             return False
-        self._rebuild(tuple(view for view in self.workers if view.key != key))
+        self._rebuild([i for i in range(len(self.workers)) if i != position], ())
         return True
 
     def set_load(self, key: WorkerKey, load: WorkerLoad, now_ns: int) -> None:
@@ -150,19 +152,13 @@ class Fleet:
         workers[position] = view
         self.workers = tuple(workers)
 
-    def _rebuild(self, workers: tuple[WorkerView, ...]) -> None:
-        old, old_index = self.columns, self.index
-        self.workers = workers
-        self.index = {view.key: position for position, view in enumerate(workers)}
-        self.columns = Columns.zeros(len(workers))
-        for key, position in self.index.items():
-            before = old_index.get(key)
-            if before is not None:
-                self.columns.take(position, old, before)
-            self._classify(position)
-        order = sorted(range(len(workers)), key=lambda i: (workers[i].key.worker_id, workers[i].key.worker_epoch))
-        for rank, position in enumerate(order):
-            self.columns.rank[position] = rank
+    def _rebuild(self, kept: list[int], added: tuple[WorkerView, ...]) -> None:
+        self.columns = self.columns.chosen(kept, len(added))
+        self.workers = (*(self.workers[i] for i in kept), *added)
+        keys = [view.key for view in self.workers]
+        self.index = {key: position for position, key in enumerate(keys)}
+        order = sorted(range(len(keys)), key=lambda i: (keys[i].worker_id, keys[i].worker_epoch))
+        self.columns.rank[order] = np.arange(len(order))
         self._rows.clear()
         self._fastest = None
 

@@ -110,10 +110,12 @@ class Columns:
         """Columns nobody else writes."""
         return Columns(*(getattr(self, item.name).copy() for item in fields(self)))
 
-    def take(self, position: int, other: Columns, source: int) -> None:
-        """Overwrite one worker's numbers with those of ``source`` in ``other``."""
+    def chosen(self, positions: list[int], added: int = 0) -> Columns:
+        """The numbers of some workers, in this order, and of ``added`` new ones behind them."""
+        made = Columns.zeros(len(positions) + added)
         for item in fields(self):
-            getattr(self, item.name)[position] = getattr(other, item.name)[source]
+            getattr(made, item.name)[: len(positions)] = getattr(self, item.name)[positions]
+        return made
 
     def __len__(self) -> int:
         return len(self.rank)

@@ -108,7 +108,7 @@ class _Job:
     pinned: list[int] = field(default_factory=list)
     load: _Load | None = None
     load_ns: int = 0
-    loaded_blocks: int = 0
+    loaded_tokens: int = 0
     failures: list[str] = field(default_factory=list)
 
 
@@ -342,7 +342,7 @@ class Cluster:
         assert sequence.first_token_ns is not None
         served.ttft_ns = sequence.first_token_ns - served.arrival_ns
         served.tokens_cached = job.cached_blocks * self._trace.block_tokens
-        served.tokens_loaded = job.loaded_blocks * self._trace.block_tokens
+        served.tokens_loaded = job.loaded_tokens
         served.tokens_redone = sequence.computed
         served.load_failures = len(job.failures)
         self._store(node, job, len(job.chain))
@@ -358,7 +358,7 @@ class Cluster:
                 tokens_cached=served.tokens_cached,
                 tokens_loaded=served.tokens_loaded,
                 tokens_redone=served.tokens_redone,
-                bytes_loaded=job.loaded_blocks * self._footprint.block_bytes,
+                bytes_loaded=job.loaded_tokens // self._trace.block_tokens * self._footprint.block_bytes,
                 load_ns=job.load_ns,
                 queue_ns=(sequence.started_ns or self.loop.now_ns) - job.accepted_ns,
                 load_failures=tuple(job.failures),
@@ -530,11 +530,11 @@ class Cluster:
                 num_bytes = round(load.flow.moved)
                 job.node.loads.append(LoadSample(load.holder.key, num_bytes, arrived, elapsed))
         job.load = None
-        job.loaded_blocks += arrived
-        boundary = load.stop if arrived else load.start
+        boundary = load.stop * self._trace.block_tokens if arrived else 0
+        job.loaded_tokens += max(0, boundary - job.sequence.position)
         if arrived:
-            self._store(job.node, job, boundary)
-        return boundary * self._trace.block_tokens
+            self._store(job.node, job, load.stop)
+        return boundary
 
     def _close(self, load: _Load) -> None:
         load.over = True
@@ -546,7 +546,7 @@ class Cluster:
         """Use what arrived front-first up to ``stop``."""
         job = load.job
         if stop > load.start:
-            job.loaded_blocks += stop - load.start
+            job.loaded_tokens += (stop - load.start) * self._trace.block_tokens
             job.sequence.position = max(job.sequence.position, stop * self._trace.block_tokens)
             self._store(job.node, job, stop)
 
