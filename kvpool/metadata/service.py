@@ -1,8 +1,8 @@
 """The gRPC service over `DirectoryState`: reads requests, calls the state, relays its deltas to watchers.
 
 One event loop owns the state, so no lock is needed; long work (snapshots for watchers, sweeping) is cut into parts.
-A delta is serialised once for all watchers. A watcher that falls behind by `MAX_WATCH_EVENTS` loses its deltas and is
-given a new snapshot: its queue is bounded, and nothing waits for it.
+A delta is serialised once for all watchers. A watcher that falls behind by `MAX_WATCH_EVENTS` or `MAX_WATCH_BYTES`
+loses its deltas and is given a new snapshot: its queue is bounded, and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
@@ -28,7 +29,8 @@ from kvpool.types import WorkerId
 
 SERVICE_NAME = "kvpool.v1.MetadataService"
 MAX_WATCHERS = 256
-MAX_WATCH_EVENTS = 4_096
+MAX_WATCH_EVENTS = 65_536
+MAX_WATCH_BYTES = 64 * 1024 * 1024
 MAX_LOOKUP_BLOCKS = 262_144
 SIGN_OF_LIFE_S = 1.0
 """An idle watch stream says this often that it lives."""
@@ -45,22 +47,50 @@ class _Watcher:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.queue: asyncio.Queue[bytes] = asyncio.Queue(MAX_WATCH_EVENTS)
         self.lost = False
+        self._events: deque[bytes] = deque()
+        self._bytes = 0
+        self._news = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._events)
 
     def push(self, event: bytes) -> None:
         """Queue an event; when it does not fit, everything queued is worthless and goes."""
         if self.lost:
             return
-        try:
-            self.queue.put_nowait(event)
-        except asyncio.QueueFull:
-            self.lost = True
+        self._events.append(event)
+        self._bytes += len(event)
+        if len(self._events) > MAX_WATCH_EVENTS or self._bytes > MAX_WATCH_BYTES:
             self.drop()
+            self.lost = True
+        self._news.set()
 
     def drop(self) -> None:
-        while not self.queue.empty():
-            self.queue.get_nowait()
+        """Forget everything queued."""
+        self._events.clear()
+        self._bytes = 0
+        self.lost = False
+
+    def pop(self) -> bytes | None:
+        """The next event, None when there is none."""
+        if not self._events:
+            self._news.clear()
+            return None
+        event = self._events.popleft()
+        self._bytes -= len(event)
+        return event
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait for an event or for the time."""
+        try:
+            await asyncio.wait_for(self._news.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+    def wake(self) -> None:
+        """End a `wait`."""
+        self._news.set()
 
 
 class MetadataService:
@@ -81,7 +111,7 @@ class MetadataService:
     @property
     def longest_watch_queue(self) -> int:
         """Events that wait for the slowest watcher."""
-        return max((watcher.queue.qsize() for watcher in self._watchers), default=0)
+        return max(map(len, self._watchers), default=0)
 
     # -- unary --------------------------------------------------------------------------------------------------
 
@@ -180,11 +210,15 @@ class MetadataService:
         try:
             while not self._closing.is_set():
                 watcher.drop()
-                watcher.lost = False
                 async for part in self._snapshot():
                     yield part
                 while not watcher.lost and not self._closing.is_set():
-                    yield await self._next_event(watcher)
+                    event = watcher.pop()
+                    if event is None:
+                        await watcher.wait(SIGN_OF_LIFE_S)
+                        event = watcher.pop() or self._sign_of_life(watcher)
+                    if not watcher.lost:
+                        yield event
                 if watcher.lost:
                     self.state.counters.watchers_dropped += 1
                     log.warning("watcher %s was too slow and starts over from a snapshot", watcher.name)
@@ -216,6 +250,8 @@ class MetadataService:
     def close(self) -> None:
         """End `run` and all watch streams."""
         self._closing.set()
+        for watcher in self._watchers:
+            watcher.wake()
 
     # -- private ------------------------------------------------------------------------------------------------
 
@@ -232,12 +268,11 @@ class MetadataService:
             for watcher in self._watchers:
                 watcher.push(event)
 
-    async def _next_event(self, watcher: _Watcher) -> bytes:
-        try:
-            return await asyncio.wait_for(watcher.queue.get(), SIGN_OF_LIFE_S)
-        except TimeoutError:
-            alive = pb.Alive(directory_epoch=self.state.directory_epoch, sequence=self.state.sequence)
-            return _serialise(pb.WatchEvent(alive=alive))
+    def _sign_of_life(self, watcher: _Watcher) -> bytes:
+        """To be sent when nothing is queued: the watcher has been sent everything up to this sequence."""
+        assert not len(watcher)
+        alive = pb.Alive(directory_epoch=self.state.directory_epoch, sequence=self.state.sequence)
+        return _serialise(pb.WatchEvent(alive=alive))
 
     async def _snapshot(self) -> AsyncIterator[bytes]:
         """A serialised snapshot, in parts; changes from its start on wait in the watcher's queue."""
