@@ -200,34 +200,40 @@ class MetadataWatcher:
             endpoint.close()
 
     def _take(self, message: Any) -> bool:
-        """Take one event; False when a new snapshot is needed."""
+        """Take one event; False when a new snapshot is needed.
+
+        A snapshot is built beside the copy, which only this thread does, so no lookup waits for it.
+        """
         kind = message.WhichOneof("event")
-        deltas: list[Delta] = []
+        if kind == "header":
+            header = wire.header_from_wire(message.header)
+            self._header = header.members
+            self._view.begin(header)
+        elif kind == "part":
+            self._view.fill(wire.placement_from_wire(item, self._header) for item in message.part.placements)
+        delta = wire.delta_from_wire(message.delta) if kind == "delta" else None
         with self._lock:
             self._heard_ns = time.monotonic_ns()
-            if kind == "header":
-                header = wire.header_from_wire(message.header)
-                self._header = header.members
-                self._view.begin(header)
-            elif kind == "part":
-                self._view.fill(wire.placement_from_wire(item, self._header) for item in message.part.placements)
-            elif kind == "end":
-                self._view.finish()
-                self._connected, self._last_error = True, ""
-                self._counters["snapshots"] += 1
-            elif kind == "delta":
-                delta = wire.delta_from_wire(message.delta)
-                if not self._view.apply(delta):
-                    return False
-                self._counters["deltas"] += 1
-                deltas.append(delta)
-            elif kind == "alive" and not self._view.is_current(message.alive.directory_epoch, message.alive.sequence):
+            if not self._apply(kind, message, delta):
                 return False
             self._changed.notify_all()
         if kind == "end":
             self._tell_differences()
-        for delta in deltas:
+        elif delta is not None:
             self._tell(delta)
+        return True
+
+    def _apply(self, kind: str, message: Any, delta: Delta | None) -> bool:
+        """Change the copy; the caller holds the lock."""
+        if kind == "end":
+            self._view.finish()
+            self._connected, self._last_error = True, ""
+            self._counters["snapshots"] += 1
+        elif kind == "alive":
+            return self._view.is_current(message.alive.directory_epoch, message.alive.sequence)
+        elif delta is not None:
+            self._counters["deltas"] += 1
+            return self._view.apply(delta)
         return True
 
     def _tell(self, delta: Delta) -> None:
