@@ -18,6 +18,7 @@ from kvpool.config import ClusterConfig, load_config, parse_config
 from kvpool.errors import KVPoolError, RequestError, UnavailableError
 
 DOWN_TIMEOUT_S = 60.0
+MAX_COLUMNS = 8
 
 
 def up(
@@ -135,7 +136,13 @@ def _print_part(title: str, part: dict[str, Any]) -> None:
     print_table(title, ("what", "value"), plain)
     for key, rows in tables.items():
         columns = list(dict.fromkeys(column for row in rows for column in row))
-        print_table(f"{title}: {key}", columns, [[_short(row.get(column, "")) for column in columns] for row in rows])
+        if len(columns) <= MAX_COLUMNS:
+            cells = [[_short(row.get(column, "")) for column in columns] for row in rows]
+            print_table(f"{title}: {key}", columns, cells)
+            continue
+        names = [_short(row[columns[0]]) for row in rows]  # too wide for a terminal: one column an entry instead
+        flipped = [[column, *(_short(row.get(column, "")) for row in rows)] for column in columns[1:]]
+        print_table(f"{title}: {key}", (columns[0], *names), flipped)
 
 
 def _rows(item: Any) -> list[dict[str, Any]]:

@@ -46,10 +46,12 @@ def start_gateway(config: GatewayConfig, cluster: str) -> None:
 def stop_gateway(cluster: str) -> None:
     """Stop serving ``cluster``; Ray Serve itself ends with its last application's cluster. May be repeated."""
     from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
 
     try:
         serve.delete(_application(cluster))
         if not serve.status().applications:
             serve.shutdown()
-    except (RuntimeError, TimeoutError, ValueError):
+    except (RuntimeError, TimeoutError, ValueError, RayServeException, RayError):
         return  # the controller is gone, and what it served with it

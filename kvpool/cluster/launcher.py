@@ -212,8 +212,8 @@ class Cluster:
         _get(launched.router.ready.remote(len(launched.workers)), "router", READY_TIMEOUT_S)
         if self.config.gateway.port is not None:
             progress(f"gateway: starting on port {self.config.gateway.port}")
-            launched.gateway = True
             start_gateway(self.config.gateway, self.name)
+            launched.gateway = True
         progress("ready")
 
     def _new_ids(self, count: int) -> list[WorkerId]:
