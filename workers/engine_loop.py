@@ -133,12 +133,19 @@ class EngineLoop:
                 self._beat()
         except BaseException as error:
             log.exception("%s: the engine broke", self._parts.worker_id)
-            with self._parts.lock:
-                self.failure = error
-            if on_failure is not None:
-                on_failure(error)
+            self._broke(error, on_failure)
         self._end_all()
         self._outlast_loads()
+
+    def _broke(self, error: BaseException, on_failure: Callable[[BaseException], None] | None) -> None:
+        with self._parts.lock:
+            self.failure = error
+        if on_failure is None:
+            return
+        try:
+            on_failure(error)
+        except Exception:
+            log.exception("%s: nobody could be told that the engine broke", self._parts.worker_id)
 
     def _beat(self) -> None:
         parts = self._parts

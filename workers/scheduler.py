@@ -18,7 +18,7 @@ Not thread-safe; one thread owns it.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -377,14 +377,14 @@ class Scheduler:
     def _take_prompt_pages(self, sequence: Sequence) -> bool:
         """Pages for every full block of a sequence about to run; the waiting ones behind it give theirs back."""
         missing = sequence.table.missing(sequence.full_blocks)
-        spare = len(self._running)  # one block for each that may grow soon, or admission would cause preemption
-        for other in reversed(self._waiting):
-            if other is sequence or self._blocks.available_blocks >= len(missing) + spare:
-                break
-            self._let_go(other)
-        if self._running and self._blocks.available_blocks < len(missing) + spare:
-            return False
-        return self._assign(sequence, missing)
+        needed = len(missing)
+        if self._running:  # one more for each that may grow soon, or admission would cause preemption
+            needed += len(self._running)
+        behind = self._waiting[self._waiting.index(sequence) + 1 :]
+        held = sum(len(other.table.pages()) for other in behind)
+        if self._blocks.available_blocks + held >= needed:
+            self._reclaim(reversed(behind), needed)
+        return self._blocks.available_blocks >= needed and self._assign(sequence, missing)
 
     def _grow(self, sequence: Sequence, blocks: int, beat: _Beat) -> bool:
         """Pages up to block ``blocks`` for a running sequence, at the expense of waiting, then of younger ones.
@@ -393,10 +393,7 @@ class Scheduler:
             False when the sequence cannot run in this step: it was preempted itself, or pages are about to return.
         """
         missing = sequence.table.missing(blocks)
-        for other in reversed(self._waiting):
-            if self._blocks.available_blocks >= len(missing):
-                break
-            self._let_go(other)
+        self._reclaim(reversed(self._waiting), len(missing))
         while not self._assign(sequence, missing):
             if self._book.returning_blocks() >= len(missing) or len(self._running) == 1:
                 return False
@@ -405,6 +402,13 @@ class Scheduler:
             if victim is sequence:
                 return False
         return True
+
+    def _reclaim(self, waiting: Iterable[Sequence], needed: int) -> None:
+        """Waiting requests give their pages back until ``needed`` are available; in-flight ones return later."""
+        for other in waiting:
+            if self._blocks.available_blocks >= needed:
+                return
+            self._let_go(other)
 
     def _assign(self, sequence: Sequence, missing: Seq[int]) -> bool:
         if not missing:

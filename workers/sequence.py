@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvpool.plan import Plan
+from kvpool.plan import Plan, PlanKind
 from kvpool.request import GenerateRequest, RequestStats
 from kvpool.types import RequestId, WorkerId
 from workers.block_table import BlockTable
@@ -141,7 +141,7 @@ class Sequence:
         first = tally.first_token_ns
         return RequestStats(
             worker_id=worker_id,
-            plan=self.plan.kind.value,
+            plan=(self.plan.kind if loaded else PlanKind.REDO).value,
             prompt_tokens=self.prompt_tokens,
             tokens_cached=here - loaded,
             tokens_loaded=loaded,
