@@ -14,5 +14,6 @@ The service's state is soft: the workers are the truth, and whatever it loses th
 5. A holder that fails a load is hidden at once and offered again after a probe and a growing back-off (`membership`).
 
 Pure: `masks`, `index`, `membership`, `state`, `outbox`, `view`, `events`. `wire` translates to protobuf, `rpc` maps
-errors; `service`, `server`, `metrics`, `client`, `link`, `publisher` and `watcher` are the shells.
+errors, `security` adds TLS and a token when configured; `service`, `server`, `metrics`, `client`, `link`, `publisher`
+and `watcher` are the shells.
 """

@@ -18,6 +18,7 @@ from kvpool.errors import KVPoolError, RequestError, UnavailableError
 from kvpool.metadata import wire
 from kvpool.metadata.index import Prefixes
 from kvpool.metadata.rpc import CHANNEL_OPTIONS, error_from_rpc
+from kvpool.metadata.security import Security
 from kvpool.metadata.v1 import metadata_pb2 as pb
 from kvpool.metadata.v1.metadata_pb2_grpc import MetadataServiceStub
 from kvpool.types import BlockHash, Tier, WorkerId, WorkerKey
@@ -28,11 +29,13 @@ ROUND_PAUSE_S = 0.05
 
 
 class Endpoint:
-    """One replica: a channel of its own and the stub over it. `close` when done."""
+    """One replica: a channel of its own, secured as the environment says, and the stub over it. `close` when done."""
 
     def __init__(self, address: str) -> None:
+        security = Security.from_environment()
         self.address = address
-        self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.metadata = security.call_metadata
+        self.channel = security.channel(address, CHANNEL_OPTIONS)
         self.stub: Any = MetadataServiceStub(self.channel)  # type: ignore[no-untyped-call]
 
     def call(self, method: str, request: Any, timeout_s: float) -> Any:
@@ -42,7 +45,7 @@ class Endpoint:
             KVPoolError: what the service raised, or `UnavailableError` and `DeadlineError` when it did not answer.
         """
         try:
-            return getattr(self.stub, method)(request, timeout=timeout_s)
+            return getattr(self.stub, method)(request, timeout=timeout_s, metadata=self.metadata)
         except grpc.RpcError as error:
             raise error_from_rpc(error, self.address) from error
         except ValueError as error:  # the channel was closed by another thread

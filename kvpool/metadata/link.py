@@ -295,7 +295,7 @@ class Link:
             KVPoolError: why it broke.
         """
         try:
-            call = self._data.stub.Publish(self._batches(number))
+            call = self._data.stub.Publish(self._batches(number), metadata=self._data.metadata)
         except ValueError as error:
             raise UnavailableError(f"the channel to {self.address} is closed", address=self.address) from error
         with self._lock:

@@ -28,6 +28,7 @@ from kvpool.errors import ConfigError
 from kvpool.metadata.membership import DirectoryLimits
 from kvpool.metadata.metrics import MetricsServer, gauge, metrics_of
 from kvpool.metadata.rpc import SERVER_OPTIONS
+from kvpool.metadata.security import Security
 from kvpool.metadata.service import SERVICE_NAME, MetadataService, handlers
 from kvpool.metadata.state import DirectoryState
 from kvpool.metadata.v1 import metadata_pb2
@@ -56,6 +57,7 @@ class MetadataServer:
 
     def __init__(self, options: ServerOptions) -> None:
         self._options = options
+        self._security = Security.from_environment()
         # Later incarnations must have larger numbers; wall-clock nanoseconds are, without anything stored.
         state = DirectoryState(time.time_ns(), options.limits, time.monotonic_ns())
         self.service = MetadataService(state)
@@ -71,7 +73,7 @@ class MetadataServer:
         Raises:
             ConfigError: the address cannot be bound.
         """
-        server = grpc.aio.server(options=list(SERVER_OPTIONS))
+        server = grpc.aio.server(options=list(SERVER_OPTIONS), interceptors=self._security.interceptors())
         server.add_generic_rpc_handlers((handlers(self.service),))
         checks = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
@@ -80,7 +82,7 @@ class MetadataServer:
         reflection.enable_server_reflection(names, server)
         host, port = self._options.host, self._options.port
         try:
-            bound = server.add_insecure_port(f"{host}:{port}")
+            bound = self._security.bind(server, f"{host}:{port}")
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {host}:{port}: the port is in use or the host is not an address of this machine; "

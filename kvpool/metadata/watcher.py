@@ -179,7 +179,7 @@ class MetadataWatcher:
         endpoint = Endpoint(address)
         silence = _Silence(SILENCE_S)
         try:
-            call = endpoint.stub.Watch(pb.WatchRequest(name=self._name))
+            call = endpoint.stub.Watch(pb.WatchRequest(name=self._name), metadata=endpoint.metadata)
             with self._lock:
                 self._call, self._address = call, address
             silence.start(call.cancel)
