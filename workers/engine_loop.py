@@ -250,9 +250,9 @@ class EngineLoop:
         return [], []
 
     def _foresee(self, batch: list[Work], now_ns: int) -> None:
-        token_ns = self._parts.gate.token_ns
-        if token_ns is not None:
-            self.step_until_ns = now_ns + int(token_ns * sum(work.count for work in batch))
+        expected_ns = self._parts.gate.prefill_ns(sum(work.count for work in batch)) if batch else None
+        if expected_ns is not None:
+            self.step_until_ns = now_ns + expected_ns
 
     def _learn(self, batch: list[Work], elapsed_ns: int) -> None:
         """Prefill speed from passes that did nothing else."""

@@ -25,7 +25,8 @@ DEFAULT_DEADLINE_NS = 5_000_000_000
 DEADLINE_FACTOR = 3
 """The router budgets loads at this multiple of their expected time."""
 MIN_REVIEW_NS = 1_000_000
-_SPEED_WEIGHT = 0.3
+_FORGETTING = 0.95
+_MIN_RELATIVE_VARIANCE = 0.01
 
 
 class Verdict(Enum):
@@ -82,6 +83,40 @@ class LoadView:
         return elapsed_ns * missing_blocks // self.arrived_blocks
 
 
+class PrefillSpeed:
+    """Time of a prefill pass of some tokens, ``t0 + a · tokens``, by least squares with forgetting; both stay ≥ 0.
+
+    A constant per token would not do: a pass of one token (a cached prompt) costs almost a whole ``t0``.
+    """
+
+    def __init__(self) -> None:
+        self._weight = self._tokens = self._ns = self._tokens2 = self._tokens_ns = 0.0
+
+    @property
+    def known(self) -> bool:
+        """At least one pass was seen."""
+        return self._weight > 0
+
+    def observe(self, tokens: int, elapsed_ns: int) -> None:
+        """A pass of ``tokens`` tokens, at least 1, took ``elapsed_ns``."""
+        self._weight = self._weight * _FORGETTING + 1
+        self._tokens = self._tokens * _FORGETTING + tokens
+        self._ns = self._ns * _FORGETTING + elapsed_ns
+        self._tokens2 = self._tokens2 * _FORGETTING + tokens * tokens
+        self._tokens_ns = self._tokens_ns * _FORGETTING + tokens * elapsed_ns
+
+    def fit(self) -> tuple[float, float]:
+        """(t0, a) in nanoseconds and nanoseconds per token, for a speed that is known."""
+        mean_tokens, mean_ns = self._tokens / self._weight, self._ns / self._weight
+        variance = self._tokens2 / self._weight - mean_tokens * mean_tokens
+        covariance = self._tokens_ns / self._weight - mean_tokens * mean_ns
+        through_zero = mean_ns / mean_tokens
+        if variance < _MIN_RELATIVE_VARIANCE * mean_tokens * mean_tokens:
+            return 0.0, through_zero  # passes of one size say nothing about t0
+        slope = min(max(0.0, covariance / variance), through_zero)
+        return mean_ns - slope * mean_tokens, slope
+
+
 class Gate:
     """Rules on sequences whose next block is in flight; learns the prefill speed.
 
@@ -91,18 +126,18 @@ class Gate:
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._token_ns: float | None = None
-
-    @property
-    def token_ns(self) -> float | None:
-        """Learned time to prefill one token, None before the first sample."""
-        return self._token_ns
+        self._speed = PrefillSpeed()
 
     def observe(self, tokens: int, elapsed_ns: int) -> None:
         """A step that only prefilled computed ``tokens`` tokens in ``elapsed_ns``."""
-        sample = elapsed_ns / tokens
-        old = self._token_ns
-        self._token_ns = sample if old is None else old + _SPEED_WEIGHT * (sample - old)
+        self._speed.observe(tokens, elapsed_ns)
+
+    def prefill_ns(self, tokens: int) -> int | None:
+        """Expected time of one pass of ``tokens`` tokens, None before the first sample."""
+        if not self._speed.known:
+            return None
+        t0_ns, token_ns = self._speed.fit()
+        return int(t0_ns + token_ns * tokens)
 
     def rule(self, view: LoadView, missing_blocks: int, now_ns: int, *, idle: bool) -> Ruling:
         """Rule on a sequence whose next block is in flight.
@@ -118,16 +153,17 @@ class Gate:
         if not idle:
             return Ruling(Verdict.WAIT)
         rest_ns = view.rest_ns(missing_blocks, now_ns)
-        if self._token_ns is None:
+        if not self._speed.known:
             late = now_ns - view.started_ns > view.expected_ns
             return Ruling(Verdict.COMPUTE, self._block_tokens) if late else Ruling(Verdict.WAIT)
-        block_ns = self._token_ns * self._block_tokens
-        redo_ns = missing_blocks * block_ns
-        share = missing_blocks * rest_ns / (rest_ns + redo_ns) if view.tail_first else 0.0
-        if share < 1 and rest_ns <= PATIENCE * redo_ns:
+        t0_ns, token_ns = self._speed.fit()
+        missing_tokens = missing_blocks * self._block_tokens
+        redo_ns = t0_ns + token_ns * missing_tokens
+        share = missing_tokens * rest_ns / (rest_ns + redo_ns) if view.tail_first else 0.0
+        if share < self._block_tokens and rest_ns <= PATIENCE * redo_ns:
             return Ruling(Verdict.WAIT)
-        blocks = share if view.tail_first else rest_ns / 2 / block_ns
-        return Ruling(Verdict.COMPUTE, max(1, int(blocks)) * self._block_tokens)
+        tokens = share if view.tail_first else (rest_ns / 2 - t0_ns) / max(1.0, token_ns)
+        return Ruling(Verdict.COMPUTE, max(1, int(tokens) // self._block_tokens) * self._block_tokens)
 
     def review_ns(self, view: LoadView, now_ns: int) -> int:
         """When a sequence that waits for ``view`` should be looked at again without any event."""

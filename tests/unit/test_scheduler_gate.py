@@ -70,11 +70,36 @@ def test_without_a_learned_speed_only_a_late_load_is_computed() -> None:
     assert gate(None).rule(view(), 10, 11 * MS, idle=True).verdict is Verdict.COMPUTE
 
 
-def test_the_speed_follows_new_samples() -> None:
-    learned = gate()
-    assert learned.token_ns == MS
-    learned.observe(100, 200 * MS)
-    assert learned.token_ns == pytest.approx(1.3 * MS)
+def test_the_speed_is_a_start_and_a_slope() -> None:
+    learned = Gate(TOKENS)
+    assert learned.prefill_ns(100) is None
+    for tokens in (1, 512, 100, 1, 1, 1, 300):
+        learned.observe(tokens, 50 * MS + tokens * 3 * MS)
+    assert learned.prefill_ns(200) == pytest.approx(650 * MS, rel=0.01)
+    assert learned.prefill_ns(1) == pytest.approx(53 * MS, rel=0.05), "one-token passes do not spoil the slope"
+
+
+def test_passes_of_one_size_are_taken_as_proportional() -> None:
+    learned = gate(MS)
+    learned.observe(10, 10 * MS)
+    assert learned.prefill_ns(100) == 100 * MS
+
+
+def test_the_speed_never_predicts_less_for_more() -> None:
+    learned = Gate(TOKENS)
+    learned.observe(10, 100 * MS)
+    learned.observe(100, 10 * MS)
+    fit = [learned.prefill_ns(tokens) for tokens in (1, 10, 100)]
+    assert fit == sorted(fit, key=lambda value: value or 0)
+    assert fit[0] is not None
+    assert fit[0] >= 0
+
+
+def test_the_speed_follows_a_change() -> None:
+    learned = gate(MS)
+    for _ in range(100):
+        learned.observe(10, 20 * MS)
+    assert learned.prefill_ns(10) == pytest.approx(20 * MS, rel=0.01)
 
 
 def test_a_plan_without_expectations_gets_a_bound_all_the_same() -> None:
