@@ -132,7 +132,7 @@ class ReadTask:
             if self._state.terminal or self._state is ReadState.CANCELLING:
                 return
             self._state = ReadState.CANCELLING
-            self._error = error
+            self._error = error.with_traceback(None)  # frames would keep what the transport wants to release alive
 
     def finish(self) -> None:
         """Enter the terminal state and call back. The caller knows that no byte of this read can land any more."""

@@ -78,5 +78,6 @@ def from_ucx(error: BaseException, doing: str, peer: str) -> KVPoolError:
         raise InvariantViolation(f"unexpected {type(error).__name__} while {doing}") from error
     ours = next((BY_CLASS[cls] for cls in type(error).__mro__ if cls in BY_CLASS), TransferError)
     mapped = ours(f"{doing} failed: {error}", peer=peer, ucx=type(error).__name__)
-    mapped.__cause__ = error
+    # Its frames would keep requests and thereby a UCX worker alive for as long as someone keeps the error.
+    mapped.__cause__ = error.with_traceback(None)
     return mapped

@@ -1,8 +1,8 @@
-"""The only calls into ucxx: context, workers, connections and requests, with our errors instead of UCX's.
+"""The only calls into ucxx: context, ports (UCX workers), connections and requests, with our errors instead of UCX's.
 
-One process end has two UCX workers: *reader* (connects to peers' servers, receives offers and data) and *server*
-(receives pulls, connects back to peers' readers, sends). So a connection belongs to one direction, and closing it by
-force when a holder stalls never touches what that holder reads from us.
+One process end has a *server* port (receives pulls, connects back to peers' readers, sends) and *reader* ports
+(connect to peers' servers, receive offers and data). So a connection belongs to one direction, and closing it by force
+when a holder stalls never touches what that holder reads from us.
 
 Nothing here is thread-safe: after construction every call belongs to the progress thread.
 
@@ -12,8 +12,8 @@ into its buffer. `Operation` therefore owns the buffer, and its owner keeps the 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,10 @@ from ucxx._lib.arr import Array
 
 from kvpool.errors import KVPoolError
 from kvpool.transport.ucx.errors import FOREIGN, from_ucx
-from kvpool.transport.ucx.ucp import FailedEndpointClose, close_failed_endpoint
-from kvpool.transport.wire import MAX_MESSAGE_BYTES
+from kvpool.transport.ucx.native import FailedEndpointClose, forget_cancelled_requests
+from kvpool.transport.wire import MAX_MESSAGE_BYTES, is_data_tag
 
+PROBES_PER_STEP = 64
 _ANY_TAG = libucxx.UCXXTag(0)
 _ANY_MASK = libucxx.UCXXTagMask(0)
 
@@ -53,27 +54,20 @@ class Operation:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A message that arrived without a posted receive: its tag, and the operation that fetches it."""
-
-    tag: int
-    operation: Operation
-
-
 class Connection:
     """One endpoint to one UCX worker of a peer, with error handling on."""
 
-    def __init__(self, endpoint: Any, peer: str) -> None:
+    def __init__(self, endpoint: Any, peer: str, port: Port) -> None:
         self._endpoint = endpoint
-        self._closed = False
+        self.port = port
+        self._closing = False
         self._failed_close: FailedEndpointClose | None = None
         self.peer = peer
 
     @property
     def alive(self) -> bool:
         """False once UCX reported the peer gone or the connection was closed."""
-        return not self._closed and bool(self._endpoint.alive)
+        return not self._closing and bool(self._endpoint.alive)
 
     def send(self, data: bytes | memoryview, tag: int) -> Operation:
         """Start sending. The bytes must stay unchanged until the operation completed."""
@@ -98,35 +92,42 @@ class Connection:
         return None
 
     def close(self) -> None:
-        """Close by force: cancels unmatched receives and aborts what is in flight. Idempotent.
+        """Close by force: aborts what is in flight and cancels unmatched receives. Idempotent.
 
-        Operations complete during this call or in later progress; only then are their buffers free.
+        Operations complete in later progress, and only then are their buffers free; see `closed`.
         """
-        if self._closed:
+        if self._closing:
             return
-        self._closed = True
-        if not self._endpoint.alive:  # ucxx ignores a close after a failure
-            self._failed_close = close_failed_endpoint(int(self._endpoint.handle))
-            return
+        self._closing = True
         try:
-            self._endpoint.close_blocking()
+            if self._endpoint.alive:
+                self._endpoint.close_blocking()
+            else:
+                self._failed_close = FailedEndpointClose(int(self._endpoint.handle))
         except FOREIGN as error:
             raise from_ucx(error, "closing", self.peer) from error
 
     @property
     def closed(self) -> bool:
         """Whether UCX is done with a connection that `close` was called on."""
-        return self._failed_close is None or self._failed_close.completed()
+        return self._closing and (self._failed_close is None or self._failed_close.completed)
+
+    def drop(self) -> None:
+        """Let go of a closed endpoint none of whose operations is open."""
+        forget_cancelled_requests(int(self._endpoint.ucxx_ptr))
+        self._endpoint = None
 
 
 class Port:
-    """One UCX worker: an address, progress, and arrivals."""
+    """One UCX worker: an address, progress, connections, and the messages that arrive."""
 
     def __init__(self, context: Any) -> None:
         self._worker = libucxx.UCXWorker(context)
         self._worker.init_blocking_progress_mode()
         self.address = bytes(self._worker.address.tobytes())
         self.event_fd = int(self._worker.epoll_file_descriptor)
+        self._fetching: deque[Operation] = deque()
+        self._strays: list[Operation] = []
 
     def connect(self, address: bytes, peer: str) -> Connection:
         """Make a connection. Returns at once; failures show as a dead connection.
@@ -136,7 +137,7 @@ class Port:
         """
         try:
             target = libucxx.UCXAddress.create_from_buffer(address)
-            return Connection(self._worker.create_endpoint_from_worker_address(target, True), peer)
+            return Connection(self._worker.create_endpoint_from_worker_address(target, True), peer, self)
         except FOREIGN as error:
             raise from_ucx(error, "connecting", peer) from error
 
@@ -148,38 +149,126 @@ class Port:
         """Move UCX forward until nothing happens, cancelling requests of failed connections."""
         self._worker.progress()
 
-    def arrival(self) -> Arrival | None:
-        """Take the next message that no posted receive matched."""
-        probe = self._worker.tag_probe(_ANY_TAG, _ANY_MASK, True)
-        if not probe.matched:
-            return None
-        # A fresh buffer per message: it may be written until the operation completes, whatever happens meanwhile.
-        buffer = np.empty(max(1, probe.length), dtype=np.uint8)
-        view = buffer.data[: probe.length]
-        tag = int(probe.sender_tag.value)
-        return Arrival(tag, Operation(self._worker.tag_recv_with_handle(Array(buffer), probe), view, "unknown"))
+    @property
+    def fetching(self) -> bool:
+        """Whether a message is arriving."""
+        return bool(self._fetching or self._strays)
+
+    def messages(self) -> list[memoryview | None]:
+        """Control messages that arrived, in the order in which they completed; None for one that did not survive.
+
+        Data that no posted receive matched belongs to a read that ended; it is fetched and dropped, or it would pile
+        up in UCX.
+        """
+        self._probe()
+        if not self._fetching and not self._strays:
+            return []
+        self._strays = [stray for stray in self._strays if not stray.completed]
+        done: list[memoryview | None] = []
+        for _ in range(len(self._fetching)):
+            operation = self._fetching.popleft()
+            if operation.completed:
+                done.append(_control_bytes(operation))
+            else:
+                self._fetching.append(operation)
+        return done
 
     def arm(self) -> bool:
         """Prepare to block on `event_fd`; False when there is something to do first."""
         return bool(self._worker.arm())
 
-    @property
-    def info(self) -> str:
-        """UCX's own description of the worker."""
-        return str(self._worker.info)
+    def close(self) -> None:
+        """Destroy the worker. Its connections must be closed, and their operations dropped, before."""
+        buffers = [operation.buffer for operation in (*self._fetching, *self._strays)]
+        self._fetching.clear()
+        self._strays.clear()
+        self._worker = None  # destroying it may still move bytes into what was arriving
+        del buffers
+
+    def _probe(self) -> None:
+        for _ in range(PROBES_PER_STEP):
+            probe = self._worker.tag_probe(_ANY_TAG, _ANY_MASK, True)
+            if not probe.matched:
+                return
+            # A fresh buffer per message: it may be written until the operation completes, whatever happens meanwhile.
+            buffer = np.empty(max(1, probe.length), dtype=np.uint8)
+            request = self._worker.tag_recv_with_handle(Array(buffer), probe)
+            operation = Operation(request, buffer.data[: probe.length], "unknown")
+            if is_data_tag(int(probe.sender_tag.value)):
+                self._strays.append(operation)
+            else:
+                self._fetching.append(operation)
+
+
+class PortSet:
+    """Ports for outgoing connections, so that each port connects to an address only once.
+
+    UCX pairs the two endpoints of a connection by counting the connections between two workers on both sides. When one
+    side closes by force before the other has connected back, the counts differ from then on; answers then use hidden
+    endpoints that nobody can close, and a fence may never confirm. A port used once per address cannot get there.
+    In a healthy cluster there is one port; a reconnection to an incarnation that failed takes another one.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self.ports: list[Port] = [Port(context)]
+        self._used: dict[Port, set[bytes]] = {self.ports[0]: set()}
+        self._open: dict[Port, int] = {self.ports[0]: 0}
+
+    def connect(self, address: bytes, peer: str) -> Connection:
+        """Connect through a port that has not met this address; makes one if there is none.
+
+        Raises:
+            KVPoolError: as `Port.connect`.
+        """
+        port = next((port for port in self.ports if address not in self._used[port]), None) or self._add()
+        self._used[port].add(address)
+        connection = port.connect(address, peer)
+        self._open[port] += 1
+        return connection
+
+    def release(self, connection: Connection) -> None:
+        """A connection is closed and none of its operations is open. Ports that serve nobody are destroyed."""
+        port = connection.port
+        connection.drop()
+        self._open[port] -= 1
+        if self._open[port] == 0 and len(self.ports) > 1:
+            self.ports.remove(port)
+            del self._open[port], self._used[port]
+            port.progress_all()  # ucxx lets go of cancelled requests only here; each of them keeps the worker alive
+            port.close()
+
+    def progress_all(self) -> None:
+        """`Port.progress_all` of every port."""
+        for port in self.ports:
+            port.progress_all()
+
+    def _add(self) -> Port:
+        try:
+            port = Port(self._context)
+        except FOREIGN as error:
+            raise from_ucx(error, "creating a UCX worker", "self") from error
+        self.ports.append(port)
+        self._used[port], self._open[port] = set(), 0
+        return port
 
 
 class Fabric:
-    """Context and the two ports of one process end."""
+    """Context and ports of one process end."""
 
     def __init__(self, settings: Mapping[str, str]) -> None:
         try:
             features = (libucxx.Feature.TAG, libucxx.Feature.WAKEUP)
             self._context = libucxx.UCXContext(dict(settings), features)
-            self.reader = Port(self._context)
+            self.readers = PortSet(self._context)
             self.server = Port(self._context)
         except FOREIGN as error:
             raise from_ucx(error, "creating the UCX context", "self") from error
+
+    @property
+    def ports(self) -> list[Port]:
+        """Every port there is now, the server's last."""
+        return [*self.readers.ports, self.server]
 
     @property
     def info(self) -> str:
@@ -187,8 +276,7 @@ class Fabric:
         return str(self._context.info)
 
 
-def message_of(operation: Operation) -> memoryview | None:
-    """Bytes of a completed control arrival, None when it failed or is longer than any message of ours."""
+def _control_bytes(operation: Operation) -> memoryview | None:
     view = operation.buffer
     if operation.error() is not None or not isinstance(view, memoryview) or len(view) > MAX_MESSAGE_BYTES:
         return None

@@ -16,16 +16,15 @@ from collections import deque
 from collections.abc import Callable
 
 from kvpool.errors import IntegrityError, TransferError
-from kvpool.transport.ucx.fabric import Arrival, Fabric, Operation, Port, message_of
+from kvpool.transport.ucx.fabric import Fabric, Port
 from kvpool.transport.ucx.reader import ReaderHalf
 from kvpool.transport.ucx.server import ServerHalf
-from kvpool.transport.wire import decode, is_data_tag
+from kvpool.transport.wire import decode
 
 log = logging.getLogger(__name__)
 
 ACTIVE_BLOCK_S = 0.005
 IDLE_BLOCK_S = 1.0
-ARRIVALS_PER_STEP = 64
 PROGRESS_PER_STEP = 16  # UCX steps between two looks at messages and timers; one moves at most a run
 
 Command = Callable[[int], None]
@@ -62,8 +61,6 @@ class ProgressLoop:
         self._sleeping = False
         self._stopping = False
         self._exited = False
-        self._waiting: dict[Port, deque[Arrival]] = {fabric.reader: deque(), fabric.server: deque()}
-        self._strays: list[Operation] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.failure: BaseException | None = None
 
@@ -109,8 +106,8 @@ class ProgressLoop:
 
     def _loop(self) -> None:
         with select.epoll() as poller:
-            for fd in (self._fabric.reader.event_fd, self._fabric.server.event_fd, self._wake_fd):
-                poller.register(fd, select.EPOLLIN)
+            poller.register(self._wake_fd, select.EPOLLIN)
+            watched: set[Port] = set()
             spin_until_ns = 0
             while True:
                 now_ns = self._clock_ns()
@@ -121,26 +118,27 @@ class ProgressLoop:
                 if moved:
                     spin_until_ns = now_ns + self._spin_ns
                 elif not active or now_ns >= spin_until_ns:
+                    watched = self._watch(poller, watched)
                     self._block(poller, ACTIVE_BLOCK_S if active else IDLE_BLOCK_S)
                     spin_until_ns = 0
 
     @property
     def _active(self) -> bool:
-        return self._reader.active or self._server.active or bool(self._strays)
+        return self._reader.active or self._server.active or any(port.fetching for port in self._fabric.ports)
 
     def _step(self, now_ns: int) -> bool:
         moved = self._run_commands(now_ns)
-        for port in (self._fabric.reader, self._fabric.server):
+        for port in self._fabric.ports:
             for _ in range(PROGRESS_PER_STEP):
                 if not port.progress():
                     break
                 moved = True
-        moved |= self._receive(self._fabric.reader, self._reader, now_ns)
-        moved |= self._receive(self._fabric.server, self._server, now_ns)
+            half = self._server if port is self._fabric.server else self._reader
+            for raw in port.messages():
+                self._handle(raw, half, now_ns)
+                moved = True
         moved |= self._reader.step(now_ns)
         moved |= self._server.step(now_ns)
-        if self._strays:
-            self._strays = [stray for stray in self._strays if not stray.completed]
         return moved
 
     def _run_commands(self, now_ns: int) -> bool:
@@ -150,29 +148,7 @@ class ProgressLoop:
             ran = True
         return ran
 
-    def _receive(self, port: Port, half: ReaderHalf | ServerHalf, now_ns: int) -> bool:
-        """Take arrivals, and hand complete messages on in the order in which they complete."""
-        waiting = self._waiting[port]
-        for _ in range(ARRIVALS_PER_STEP):
-            arrival = port.arrival()
-            if arrival is None:
-                break
-            if is_data_tag(arrival.tag):
-                self._strays.append(arrival.operation)  # of a read that ended; fetched so that it does not pile up
-            else:
-                waiting.append(arrival)
-        moved = False
-        for _ in range(len(waiting)):
-            arrival = waiting.popleft()
-            if arrival.operation.completed:
-                self._handle(arrival, half, now_ns)
-                moved = True
-            else:
-                waiting.append(arrival)
-        return moved
-
-    def _handle(self, arrival: Arrival, half: ReaderHalf | ServerHalf, now_ns: int) -> None:
-        raw = message_of(arrival.operation)
+    def _handle(self, raw: memoryview | None, half: ReaderHalf | ServerHalf, now_ns: int) -> None:
         if raw is None:
             half.protocol_errors += 1
             return
@@ -183,11 +159,18 @@ class ProgressLoop:
             return
         half.on_message(message, now_ns)
 
+    def _watch(self, poller: select.epoll, watched: set[Port]) -> set[Port]:
+        """Watch ports that are new; a destroyed one has left the poller with its descriptor."""
+        ports = set(self._fabric.ports)
+        for port in ports - watched:
+            poller.register(port.event_fd, select.EPOLLIN)
+        return ports
+
     def _block(self, poller: select.epoll, timeout_s: float) -> None:
         self._sleeping = True
         try:
             # A command that came before `_sleeping` was set did not write the eventfd.
-            if self._commands or not self._fabric.reader.arm() or not self._fabric.server.arm():
+            if self._commands or not all(port.arm() for port in self._fabric.ports):
                 return
             for fd, _ in poller.poll(timeout_s):
                 if fd == self._wake_fd:
@@ -200,8 +183,8 @@ class ProgressLoop:
         self._reader.fail_all(TransferError(f"the transport failed: {error!r}"), self._clock_ns())
         self._server.close(self._clock_ns())
         while self._reader.active or self._server.active:
-            self._fabric.reader.progress_all()
-            self._fabric.server.progress_all()
+            for port in self._fabric.ports:
+                port.progress_all()
             self._run_commands(self._clock_ns())
             self._reader.step(self._clock_ns())
             self._server.step(self._clock_ns())

@@ -36,7 +36,7 @@ from kvpool.errors import (
 )
 from kvpool.transport.base import BlockStatus, Peer
 from kvpool.transport.handle import LocalEnd, ReadTask
-from kvpool.transport.ucx.fabric import Connection, Operation, Port
+from kvpool.transport.ucx.fabric import Connection, Operation, PortSet
 from kvpool.transport.ucx.settings import UcxOptions
 from kvpool.transport.verify import INLINE_BYTES, Check, Verdicts, Verifier
 from kvpool.transport.wire import (
@@ -125,8 +125,8 @@ class Link:
 class ReaderHalf:
     """Reads blocks from peers into ``segment``."""
 
-    def __init__(self, port: Port, local: LocalEnd, options: UcxOptions, verifier: Verifier) -> None:
-        self._port = port
+    def __init__(self, ports: PortSet, local: LocalEnd, options: UcxOptions, verifier: Verifier) -> None:
+        self._ports = ports
         self._verifier = verifier
         self._key = local.key
         self._segment = local.segment
@@ -187,7 +187,7 @@ class ReaderHalf:
         for link in list(self._links.values()):
             if link.connection.alive:
                 self._send(link, Bye(0, link.link_id))
-            self._port.progress_all()
+            self._ports.progress_all()
             self._break(link, self._closed, now_ns)
 
     def fail_all(self, error: KVPoolError, now_ns: int) -> None:
@@ -258,7 +258,7 @@ class ReaderHalf:
         if link is not None:
             self._break(link, self._reason(link), now_ns)
         self._make_room(now_ns)
-        connection = self._port.connect(peer.address, str(peer.key))
+        connection = self._ports.connect(peer.address, str(peer.key))
         link_id = int.from_bytes(os.urandom(8), "little")
         link = self._links[peer.key] = Link(peer, link_id, connection, now_ns)
         return link
@@ -273,7 +273,7 @@ class ReaderHalf:
 
     def _retire(self, link: Link, now_ns: int) -> None:
         self._send(link, Bye(0, link.link_id))
-        self._port.progress_all()
+        self._ports.progress_all()
         self._break(link, TransferCancelledError("the link was idle"), now_ns)
 
     def _ask(self, link: Link, now_ns: int) -> None:
@@ -285,7 +285,7 @@ class ReaderHalf:
                 link_id=link.link_id,
                 deadline_ns=max(1, pull.reading.task.deadline_at_ns - now_ns),
                 reader=self._key,
-                reader_address=self._port.address,
+                reader_address=link.connection.port.address,
                 holder=link.peer.key,
                 hashes=tuple(want.block_hash for want in wants),
                 offsets=tuple(want.dest_offset for want in wants),
@@ -492,11 +492,18 @@ class ReaderHalf:
             reading.note_give_up(error, now_ns)
         with contextlib.suppress(KVPoolError):  # then its receives stay open, and its reads quarantined
             link.connection.close()
-        self._port.progress_all()
-        self._collect(link, now_ns, everything=True)
+        self._settle(link, now_ns)
         for reading in list(link.readings):
             self._give_up(reading, error, now_ns)
         self._next_tick_ns = 0
+
+    def _settle(self, link: Link, now_ns: int) -> bool:
+        """Move the close of a broken link on and take what ended by it. True when the connection is closed."""
+        self._ports.progress_all()
+        closed = link.connection.closed
+        self._ports.progress_all()
+        self._collect(link, now_ns, everything=True)
+        return closed
 
     def _look_at_timers(self, now_ns: int) -> None:
         for link in list(self._links.values()):
@@ -511,10 +518,10 @@ class ReaderHalf:
                 self._retire(link, now_ns)
         still = []
         for link in self._fencing:
-            self._port.progress_all()
-            self._collect(link, now_ns, everything=True)
-            if link.posted or link.readings or not link.connection.closed:
+            if not self._settle(link, now_ns) or link.posted or link.readings:
                 still.append(link)
+            else:
+                self._ports.release(link.connection)
         self._fencing = still
         late = [link for link in still if link.posted and now_ns - (link.broken_ns or 0) > self._options.fence_ns]
         self.quarantined_reads = sum(len(link.readings) for link in late)

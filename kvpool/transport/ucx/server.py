@@ -253,8 +253,7 @@ class ServerHalf:
             serve.over = True
         with contextlib.suppress(KVPoolError):  # then its sends stay open, and its blocks pinned
             link.connection.close()
-        self._port.progress_all()
-        self._collect(link, now_ns)
+        self._settle(link, now_ns)
         self._next_tick_ns = 0
 
     def _look_at_timers(self, now_ns: int) -> None:
@@ -268,7 +267,17 @@ class ServerHalf:
             idle = not link.serves and now_ns - link.last_used_ns > self._options.idle_link_ns
             if stuck or idle or not link.connection.alive:
                 self._break(link, now_ns)
+        still = []
         for link in self._fencing:
-            self._port.progress_all()
-            self._collect(link, now_ns)
-        self._fencing = [link for link in self._fencing if link.serves or not link.connection.closed]
+            if self._settle(link, now_ns) and not link.serves:
+                link.connection.drop()
+            else:
+                still.append(link)
+        self._fencing = still
+
+    def _settle(self, link: ReaderLink, now_ns: int) -> bool:
+        """Move the close of a broken link on and release what ended by it. True when the connection is closed."""
+        self._port.progress_all()
+        closed = link.connection.closed
+        self._collect(link, now_ns)
+        return closed

@@ -30,7 +30,7 @@ class _Running:
     ) -> None:
         self.shape = SegmentShape(len(local.segment), local.block_bytes)
         self.verifier = Verifier(f"kvpool-verify-{local.key}", self._deliver)
-        self.reader = ReaderHalf(fabric.reader, local, options, self.verifier)
+        self.reader = ReaderHalf(fabric.readers, local, options, self.verifier)
         self.server = ServerHalf(fabric.server, local, source, options)
         self.loop = ProgressLoop(
             fabric, self.reader, self.server, spin_ns=options.spin_ns, clock_ns=clock_ns, name=f"kvpool-ucx-{local.key}"
