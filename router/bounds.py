@@ -7,10 +7,12 @@ the search ends after the first pair. Arrays are columns in the order of the wor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
+from router.cost import prefill_ns
 from router.estimators import LinkCurve
 from router.signals import Bools, Columns, Floats, Footprint
 
@@ -19,7 +21,7 @@ class Fleetwide(NamedTuple):
     """What all bounds of one decision share.
 
     Attributes:
-        own: blocks each worker has.
+        own: blocks each worker has; ``owners`` the same by position, without zeros.
         wait: W of each worker; inf where the request may not go.
         backlog_in: how long each worker's way in is promised, negative once that has passed.
         total_tokens: length of the prompt.
@@ -27,6 +29,7 @@ class Fleetwide(NamedTuple):
 
     columns: Columns
     own: Floats
+    owners: Mapping[int, int]
     wait: Floats
     backlog_in: Floats
     total_tokens: int
@@ -35,13 +38,10 @@ class Fleetwide(NamedTuple):
 
 def rest_ns(fleet: Fleetwide, blocks: int) -> Floats:
     """P(n − c | c) behind a prefix of ``blocks``; inf for workers that have as much themselves."""
-    columns, total = fleet.columns, fleet.total_tokens
-    cached = blocks * fleet.footprint.block_tokens
-    rest = (0.5 * (total + cached)) * columns.pair_ns
-    rest += columns.token_ns
-    rest *= total - cached
-    rest += columns.t0_ns
-    rest[fleet.own >= blocks] = np.inf
+    rest = prefill_ns(fleet.columns, fleet.total_tokens, blocks * fleet.footprint.block_tokens)
+    for position, own in fleet.owners.items():
+        if own >= blocks:
+            rest[position] = np.inf
     return rest
 
 
@@ -54,13 +54,15 @@ def load_bound(
     fixed_ns = link.alpha_ns + footprint.fixed_bytes * link.byte_ns
     start = np.maximum(fleet.backlog_in, backlog_out)
     start += fixed_ns
-    span = blocks - fleet.own
-    arrival = start + span * block_ns
-    bound = np.maximum(wait, arrival) + rest
-    partial = (start < wait) & (wait < arrival)
-    if block_ns > 0.0 and partial.any():
+    arrival = start + blocks * block_ns
+    arrival -= fleet.own * block_ns
+    bound = np.maximum(wait, arrival)
+    bound += rest
+    partial = start < wait
+    partial &= wait < arrival
+    if partial.any():
         bound = np.minimum(bound, _partial_bound(fleet, rest, start, block_ns, blocks, partial))
-    return np.minimum(bound, _split_bound(fleet, rest, arrival, span, block_ns)) if split else bound
+    return np.minimum(bound, _split_bound(fleet, rest, arrival, blocks, block_ns)) if split else bound
 
 
 def _partial_bound(
@@ -74,7 +76,7 @@ def _partial_bound(
     return np.where(partial & (rest < np.inf), fleet.wait + redo, np.inf)
 
 
-def _split_bound(fleet: Fleetwide, rest: Floats, arrival: Floats, span: Floats, block_ns: float) -> Floats:
+def _split_bound(fleet: Fleetwide, rest: Floats, arrival: Floats, blocks: int, block_ns: float) -> Floats:
     """W + C(k*) + rest, with k* in closed form (see `router.cost.split_tokens`)."""
     columns, block_tokens = fleet.columns, fleet.footprint.block_tokens
     token_ns = block_ns / block_tokens
@@ -82,7 +84,9 @@ def _split_bound(fleet: Fleetwide, rest: Floats, arrival: Floats, span: Floats, 
     base = columns.token_ns + columns.pair_ns * (block_tokens * fleet.own)
     linear = base + token_ns
     root = np.sqrt(linear * linear + 2.0 * columns.pair_ns * slack)
-    front = np.minimum(2.0 * slack / np.maximum(linear + root, 1e-300), np.maximum(span, 0.0) * block_tokens)
+    front = np.minimum(
+        2.0 * slack / np.maximum(linear + root, 1e-300), np.maximum(blocks - fleet.own, 0.0) * block_tokens
+    )
     compute = columns.t0_ns + front * (base + 0.5 * columns.pair_ns * front)
     met = arrival - front * token_ns
     return np.asarray(np.maximum(fleet.wait, np.minimum(fleet.wait + compute, met)) + rest, dtype=np.float64)

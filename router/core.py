@@ -166,6 +166,7 @@ class RouterCore:
             links=self._fleet,
             failures=self._failures,
             fastest=self._fleet.fastest(),
+            oldest_report_ns=self._fleet.oldest_report_ns(),
             features=self._features,
             arrival_scale=self._fleet.arrival_scale(now_ns),
         )

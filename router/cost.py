@@ -17,6 +17,7 @@ split that fails costs its help only.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +26,10 @@ import numpy as np
 from kvpool.plan import PlanKind
 from kvpool.reports import WorkerLoad
 from router.estimators import PrefillCurve
-from router.signals import Columns, Floats, Footprint
+from router.signals import Columns, Floats, Footprint, Snapshot
+
+FEW = 8
+"""Up to so many entries one by one are faster than an array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,23 +110,42 @@ def queue_ns(load: WorkerLoad, curve: PrefillCurve) -> float:
     return load.step_remaining_ns + requests * curve.t0_ns + curve.token_ns * tokens + curve.pair_ns * pairs
 
 
-def wait_ns(columns: Columns, now_ns: int, costs: Costs) -> Floats:
+def wait_ns(snapshot: Snapshot, costs: Costs) -> Floats:
     """W: how long each worker's GPU is promised; inf for workers that are closed. One that does not report is assumed
     busy."""
+    columns, now_ns = snapshot.columns, snapshot.now_ns
     wait = np.maximum(columns.gpu_free_ns - now_ns, columns.closed_ns)
     oldest_ns = now_ns - costs.stale_report_ns
-    if columns.reported_ns.min() < oldest_ns:
+    if snapshot.oldest_report_ns < oldest_ns:
         wait += (columns.reported_ns < oldest_ns) * costs.unknown_wait_ns
     return wait
 
 
-def prefill_ns(columns: Columns, total_tokens: int, cached_tokens: Floats) -> Floats:
-    """P(n − c | c) for every worker, with c < n."""
-    slope = (0.5 * columns.pair_ns) * (total_tokens + cached_tokens)
-    slope += columns.token_ns
-    slope *= total_tokens - cached_tokens
-    slope += columns.t0_ns
-    return slope
+def prefill_ns(columns: Columns, total_tokens: int, cached_tokens: int = 0) -> Floats:
+    """P(n − c | c) for every worker, with the same c < n."""
+    new = total_tokens - cached_tokens
+    t0_ns, token_ns, pair_ns = columns.curves
+    time: Floats = pair_ns * (cached_tokens + 0.5 * new)
+    time += token_ns
+    time *= new
+    time += t0_ns
+    return time
+
+
+def redo_ns(columns: Columns, total_tokens: int, own_tokens: Mapping[int, int]) -> Floats:
+    """P(n − o | o) for every worker, with o from ``own_tokens`` by position and 0 elsewhere."""
+    redo = prefill_ns(columns, total_tokens)
+    if not own_tokens:
+        return redo
+    if len(own_tokens) <= FEW:
+        for position, cached in own_tokens.items():
+            redo[position] -= cached * (columns.token_ns[position] + 0.5 * cached * columns.pair_ns[position])
+        return redo
+    positions = list(own_tokens)
+    own = np.array([own_tokens[i] for i in positions], dtype=np.float64)
+    _, token_ns, pair_ns = columns.curves[:, positions]
+    redo[positions] -= own * (token_ns + (0.5 * own) * pair_ns)
+    return redo
 
 
 def price_redo(wait: float, redo: float, own_blocks: int) -> Price:

@@ -32,10 +32,6 @@ from router.signals import Floats, Holding, LinkRow, RequestView, Snapshot, hold
 MAX_HOLDERS = 16
 """Bounds the time of a decision when hundreds of workers hold a hot prefix and their links differ a little."""
 
-MAX_WAIT_NS = 1e13
-"""Keeps the endless wait of a closed worker finite where it is multiplied."""
-_NOBODY = np.zeros(1)
-
 
 class LoadPrice(NamedTuple):
     """A plan with a load, priced for one worker and one holder."""
@@ -102,9 +98,10 @@ class _Case:
     params: Params
     held: list[Holding]
     own: Floats
+    owners: dict[int, int]
     wait: Floats
     redo: Floats
-    followers: Floats
+    crowd: Floats | None
     ticket: int
 
 
@@ -139,69 +136,80 @@ def decide(request: RequestView, snapshot: Snapshot, params: Params) -> Decision
 
 
 def open_waits(request: RequestView, snapshot: Snapshot, costs: Costs) -> Floats:
-    """W of every worker, inf for those that may not take the request.
-
-    Raises:
-        UnavailableError: there is none that may.
-    """
-    wait = cost.wait_ns(snapshot.columns, snapshot.now_ns, costs)
+    """W of every worker, inf for those that may not take the request."""
+    wait = cost.wait_ns(snapshot, costs)
     for key in request.exclude:
         position = snapshot.index.get(key)
         if position is not None:
             wait[position] = math.inf
-    if wait.min() == math.inf:
-        raise UnavailableError(
-            "no worker can take the request: none is alive, prefills and has not just failed it; "
-            "start workers or retry later",
-            workers=len(snapshot.workers),
-            excluded=len(request.exclude),
-        )
     return wait
 
 
-def harm_ns(harm: Harm, gpu_ns: float, followers: float) -> float:
-    """What ``gpu_ns`` of prefill on a worker cost the ``followers`` who are expected before its queue has drained."""
-    return min(gpu_ns, harm.cap_ns) * (harm.base + harm.follow * followers)
+def nobody(request: RequestView, snapshot: Snapshot) -> UnavailableError:
+    """The error for a request no worker may take."""
+    return UnavailableError(
+        "no worker can take the request: none is alive, prefills and has not just failed it; "
+        "start workers or retry later",
+        workers=len(snapshot.workers),
+        excluded=len(request.exclude),
+    )
 
 
-def followers(snapshot: Snapshot, wait: Floats) -> Floats:
-    """Requests expected at every worker before its queue has drained: recent arrival rate times wait."""
-    rate = snapshot.columns.arrivals * snapshot.arrival_scale
-    return np.asarray(rate * np.minimum(wait, MAX_WAIT_NS), dtype=np.float64)
+def harm_ns(harm: Harm, gpu_ns: float, crowd: float) -> float:
+    """What ``gpu_ns`` of prefill on a worker cost the requests behind it; ``crowd`` as in `crowds`."""
+    return min(gpu_ns, harm.cap_ns) * crowd
 
 
-def _harm_columns(case: _Case, gpu: Floats) -> Floats:
-    """`harm_ns` for every worker."""
-    harm = case.params.harm
-    return np.asarray(np.minimum(gpu, harm.cap_ns) * (harm.base + harm.follow * case.followers), dtype=np.float64)
+def crowds(snapshot: Snapshot, harm: Harm, wait: Floats) -> Floats:
+    """For every worker what each ns of prefill costs others: the base, and those expected before its queue drains."""
+    weight = harm.follow * snapshot.arrival_scale
+    if weight == 0.0:
+        return np.full(len(wait), harm.base)
+    crowd = snapshot.columns.arrivals * wait
+    crowd *= weight
+    crowd += harm.base
+    return crowd
+
+
+def _with_harm(case: _Case, times: Floats, gpu: Floats) -> Floats:
+    """Times plus the harm of ``gpu``, for every worker. Overwrites ``times``."""
+    if case.crowd is not None:
+        harm = np.minimum(gpu, case.params.harm.cap_ns)
+        harm *= case.crowd
+        times += harm
+    return times
 
 
 def _open_case(request: RequestView, snapshot: Snapshot, params: Params) -> _Case:
     columns = snapshot.columns
     held = holdings(request, snapshot)
+    block_tokens = snapshot.footprint.block_tokens
+    owners = {holding.position: holding.blocks for holding in held}
     own = np.zeros(len(columns))
-    for holding in held:
-        own[holding.position] = holding.blocks
+    for position, blocks in owners.items():
+        own[position] = blocks
     wait = open_waits(request, snapshot, params.costs)
+    own_tokens = {position: blocks * block_tokens for position, blocks in owners.items()}
     return _Case(
         request=request,
         snapshot=snapshot,
         params=params,
         held=held,
         own=own,
+        owners=owners,
         wait=wait,
-        redo=cost.prefill_ns(columns, request.prompt_tokens, own * snapshot.footprint.block_tokens),
-        followers=followers(snapshot, wait) if params.harm.follow else _NOBODY,
+        redo=cost.redo_ns(columns, request.prompt_tokens, own_tokens),
+        crowd=None if params.harm.zero else crowds(snapshot, params.harm, wait),
         ticket=zlib.crc32(request.request_id.encode()),
     )
 
 
 def _best_redo(case: _Case) -> _Choice:
     columns = case.snapshot.columns
-    score = case.wait + case.redo
-    if not case.params.harm.zero:
-        score += _harm_columns(case, case.redo)
+    score = _with_harm(case, case.wait + case.redo, case.redo)
     least = float(score.min())
+    if least == math.inf:
+        raise nobody(case.request, case.snapshot)
     tied = (score == least).nonzero()[0]
     for values in (case.redo, columns.requests):
         if len(tied) > 1:
@@ -249,8 +257,7 @@ def _best_from(
     link = snapshot.links.best(holding.tier)
     rest = rest_ns(fleet, holding.blocks)
     bounds = load_bound(fleet, rest, holding.blocks, source.backlog_ns, link, split=snapshot.features.split)
-    if not params.harm.zero:
-        bounds = bounds + _harm_columns(case, rest)
+    bounds = _with_harm(case, bounds, rest)
     floor = float(bounds.min())
     bound = floor
     while bound < math.inf and (bound < choice.score or len(loads) < params.priced_pairs):
@@ -286,9 +293,8 @@ def _first(case: _Case, bounds: Floats, least: float) -> int:
 
 def _offer(case: _Case, position: int, source: Holding, price: Price) -> _Choice:
     score = price.ttft_ns
-    if not case.params.harm.zero:
-        behind = float(case.followers[position]) if case.params.harm.follow else 0.0
-        score += harm_ns(case.params.harm, price.gpu_ns, behind)
+    if case.crowd is not None:
+        score += harm_ns(case.params.harm, price.gpu_ns, float(case.crowd[position]))
     requests = float(case.snapshot.columns.requests[position])
     return _Choice(score, price.gpu_ns, requests, _turn(case, position), position, price, source)
 
@@ -298,6 +304,7 @@ def _fleetwide(case: _Case) -> Fleetwide:
     return Fleetwide(
         columns=columns,
         own=case.own,
+        owners=case.owners,
         wait=case.wait,
         backlog_in=columns.in_free_ns - case.snapshot.now_ns,
         total_tokens=case.request.prompt_tokens,

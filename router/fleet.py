@@ -16,7 +16,7 @@ from kvpool.reports import WorkerLoad
 from kvpool.types import MemberState, Role, Tier, WorkerId, WorkerKey
 from router.estimators import LinkCurve, LinkEstimators, PrefillCurve
 from router.ledger import Totals
-from router.signals import Columns, LinkRow, WorkerView
+from router.signals import NO_ARRIVALS, Columns, LinkRow, WorkerView
 
 ROW_AGE_NS = 2_000_000_000
 ARRIVAL_MEMORY_NS = 30_000_000_000  # requests older than this hardly count in a worker's arrival rate
@@ -38,6 +38,7 @@ class Fleet:
         self.columns = Columns.zeros(0)
         self._arrivals_since_ns = 0
         self._fastest: PrefillCurve | None = None
+        self._oldest_report_ns: float | None = None
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -75,6 +76,7 @@ class Fleet:
         self._replace(position, replace(self.workers[position], load=load))
         idle = load.waiting_requests == 0 and load.running_requests == 0
         self.columns.reported_ns[position] = math.inf if idle else now_ns
+        self._oldest_report_ns = None
 
     def set_totals(self, key: WorkerKey, totals: Totals) -> None:
         """What is promised with a member."""
@@ -97,16 +99,18 @@ class Fleet:
         """
         exponent = (now_ns - self._arrivals_since_ns) / ARRIVAL_MEMORY_NS
         if exponent > _MAX_EXPONENT:
-            self.columns.arrivals[:] *= math.exp(-min(exponent, 700.0))
+            kept = self.columns.arrivals * math.exp(-exponent)
+            self.columns.arrivals[:] = np.maximum(kept, NO_ARRIVALS)
             self._arrivals_since_ns, exponent = now_ns, 0.0
         self.columns.arrivals[position] += math.exp(exponent)
         if self.columns.reported_ns[position] == math.inf:
             self.columns.reported_ns[position] = now_ns
+            self._oldest_report_ns = None
 
     def arrival_scale(self, now_ns: int) -> float:
         """What turns `Columns.arrivals` into requests per ns now."""
         exponent = (now_ns - self._arrivals_since_ns) / ARRIVAL_MEMORY_NS
-        return math.exp(-min(exponent, 700.0)) / ARRIVAL_MEMORY_NS
+        return math.exp(-min(exponent, 2 * _MAX_EXPONENT)) / ARRIVAL_MEMORY_NS
 
     def set_curve(self, key: WorkerKey, curve: PrefillCurve) -> None:
         """What was learned of a member's prefill, beside what decodes there now (`PrefillCurve.beside`)."""
@@ -124,6 +128,12 @@ class Fleet:
                 float(columns.t0_ns.min()), float(columns.token_ns.min()), float(columns.pair_ns.min()), 1.0
             )
         return self._fastest
+
+    def oldest_report_ns(self) -> float:
+        """Since when the most silent member's report is due."""
+        if self._oldest_report_ns is None:
+            self._oldest_report_ns = float(self.columns.reported_ns.min())
+        return self._oldest_report_ns
 
     def links_changed(self, holder: WorkerId) -> None:
         """A link from this holder was observed."""
@@ -161,6 +171,7 @@ class Fleet:
         self.columns.rank[order] = np.arange(len(order))
         self._rows.clear()
         self._fastest = None
+        self._oldest_report_ns = None
 
     def _classify(self, position: int) -> None:
         view = self.workers[position]

@@ -25,6 +25,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+NO_ARRIVALS = 1e-200
+"""Least of ``Columns.arrivals``: nothing, and yet times an endless wait it is endless and not undefined."""
+
 NEVER_NS = -np.inf
 """``Columns.reported_ns`` of a worker that has not reported yet."""
 
@@ -78,7 +81,7 @@ class Columns:
         requests: requests admitted or promised and not finished.
         queued_tokens: prompt tokens to compute, reported and promised.
         arrivals: decayed count of requests routed to the worker; `arrival_scale` turns it into a rate.
-        t0_ns, token_ns, pair_ns: prefill curve (`router.estimators.PrefillCurve`).
+        curves: prefill curves (`router.estimators.PrefillCurve`), one row per coefficient: t0, per token, per pair.
     """
 
     closed_ns: Floats
@@ -91,9 +94,25 @@ class Columns:
     requests: Floats
     queued_tokens: Floats
     arrivals: Floats
-    t0_ns: Floats
-    token_ns: Floats
-    pair_ns: Floats
+    curves: Floats
+
+    @property
+    def t0_ns(self) -> Floats:
+        """Fixed time of a prefill; a view."""
+        view: Floats = self.curves[0]
+        return view
+
+    @property
+    def token_ns(self) -> Floats:
+        """Time per new token; a view."""
+        view: Floats = self.curves[1]
+        return view
+
+    @property
+    def pair_ns(self) -> Floats:
+        """Time per pair; a view."""
+        view: Floats = self.curves[2]
+        return view
 
     @classmethod
     def zeros(cls, size: int) -> Columns:
@@ -102,8 +121,10 @@ class Columns:
         made: dict[str, Any] = {
             item.name: np.zeros(size, dtype=kinds.get(item.name, np.float64)) for item in fields(cls)
         }
+        made["curves"] = np.zeros((3, size))
         made["reported_ns"].fill(NEVER_NS)
         made["closed_ns"].fill(np.inf)
+        made["arrivals"].fill(NO_ARRIVALS)
         return cls(**made)
 
     def copy(self) -> Columns:
@@ -114,7 +135,7 @@ class Columns:
         """The numbers of some workers, in this order, and of ``added`` new ones behind them."""
         made = Columns.zeros(len(positions) + added)
         for item in fields(self):
-            getattr(made, item.name)[: len(positions)] = getattr(self, item.name)[positions]
+            getattr(made, item.name)[..., : len(positions)] = getattr(self, item.name)[..., positions]
         return made
 
     def __len__(self) -> int:
@@ -177,6 +198,7 @@ class Snapshot:
         footprint: bytes of the model's KV.
         links, failures: learned curves and rates.
         fastest: a prefill curve no worker's is below.
+        oldest_report_ns: least of ``columns.reported_ns``.
         features: what the workers can execute.
         arrival_scale: ``columns.arrivals * arrival_scale`` is the recent rate of requests per ns of each worker.
     """
@@ -190,6 +212,7 @@ class Snapshot:
     links: LinkView
     failures: FailureView
     fastest: PrefillCurve
+    oldest_report_ns: float
     features: Features = field(default_factory=Features)
     arrival_scale: float = 0.0
 

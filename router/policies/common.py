@@ -10,7 +10,7 @@ import numpy as np
 
 from router import cost
 from router.cost import Costs, Pair, Price
-from router.decide import Decision, LoadPrice, open_waits
+from router.decide import Decision, LoadPrice, nobody, open_waits
 from router.planning import Params, build_plan, build_promise
 from router.signals import Floats, Holding, RequestView, Snapshot, holdings
 
@@ -73,15 +73,20 @@ def gather(request: RequestView, snapshot: Snapshot, costs: Costs) -> Facts:
     own = np.zeros(len(columns))
     for holding in held:
         own[holding.position] = holding.blocks
+    block_tokens = snapshot.footprint.block_tokens
     order: Sequence[int] = np.argsort(columns.rank).tolist()
+    candidates = [i for i in order if wait[i] < np.inf]
+    if not candidates:
+        raise nobody(request, snapshot)
+    own_tokens = {holding.position: holding.blocks * block_tokens for holding in held}
     return Facts(
         request=request,
         snapshot=snapshot,
-        candidates=[i for i in order if wait[i] < np.inf],
+        candidates=candidates,
         held=held,
         own=own,
         wait=wait,
-        redo=cost.prefill_ns(columns, request.prompt_tokens, own * snapshot.footprint.block_tokens),
+        redo=cost.redo_ns(columns, request.prompt_tokens, own_tokens),
     )
 
 

@@ -14,7 +14,7 @@ from kvpool.plan import PlanKind
 from kvpool.types import Tier
 from router import cost
 from router.cost import Costs
-from router.decide import Decision, decide, followers, harm_ns
+from router.decide import Decision, crowds, decide, harm_ns
 from router.estimators import LinkCurve, PrefillCurve
 from router.planning import Harm, Params
 from router.signals import Features, Footprint, Snapshot, holdings
@@ -181,14 +181,14 @@ def test_bounds_lose_no_optimum(
 
 
 def _score(shot: Snapshot, harm: Harm, position: int, ttft_ns: float, gpu_ns: float) -> float:
-    behind = followers(shot, cost.wait_ns(shot.columns, shot.now_ns, Costs()))
-    return ttft_ns + harm_ns(harm, gpu_ns, float(behind[position]))
+    crowd = crowds(shot, harm, cost.wait_ns(shot, Costs()))
+    return ttft_ns + harm_ns(harm, gpu_ns, float(crowd[position]))
 
 
 def _every_score(shot: Snapshot, harm: Harm) -> list[float]:
     """Scores of all plans over all pairs, without any bound."""
     columns, tokens = shot.columns, 1600
-    waits = cost.wait_ns(columns, shot.now_ns, Costs())
+    waits = cost.wait_ns(shot, Costs())
     held = holdings(request(tokens), shot)
     own = {item.position: item.blocks for item in held}
     found = []

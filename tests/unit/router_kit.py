@@ -105,6 +105,7 @@ def snapshot(
     for rank, i in enumerate(sorted(range(len(keys)), key=lambda i: keys[i].worker_id)):
         columns.rank[i] = rank
     return Snapshot(
+        oldest_report_ns=float(columns.reported_ns.min()),
         now_ns=now_ns,
         workers=tuple(
             WorkerView(keys[i], worker.role, worker.state, "memory", b"addr", f"actor-{worker.number}", worker.load)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import replace
+
 import pytest
 
 from kvpool.reports import WorkerLoad
@@ -60,7 +61,7 @@ def test_prefill_time_counts_every_pair_once() -> None:
     parts = CURVE.time_ns(600, 0) + CURVE.time_ns(1000, 600) - CURVE.t0_ns
     assert parts == pytest.approx(whole)
     columns = snapshot([Worker(0)]).columns
-    assert cost.prefill_ns(columns, 1600, np.array([600.0]))[0] == pytest.approx(CURVE.time_ns(1000, 600))
+    assert cost.prefill_ns(columns, 1600, 600)[0] == pytest.approx(CURVE.time_ns(1000, 600))
 
 
 def test_a_reported_queue_is_priced_per_request() -> None:
@@ -162,8 +163,8 @@ def test_a_linear_prefill_splits_in_the_harmonic_way() -> None:
 
 def test_a_worker_that_never_reported_or_went_silent_is_priced_as_busy() -> None:
     shot = snapshot([Worker(0), Worker(1, wait_ns=None)])
-    waits = cost.wait_ns(shot.columns, shot.now_ns, Costs())
+    waits = cost.wait_ns(shot, Costs())
     assert waits[0] == 0
     assert waits[1] == Costs().unknown_wait_ns
-    later = cost.wait_ns(shot.columns, shot.now_ns + 11 * S, Costs())
+    later = cost.wait_ns(replace(shot, now_ns=shot.now_ns + 11 * S), Costs())
     assert later[0] == Costs().unknown_wait_ns

@@ -13,7 +13,7 @@ from kvpool.types import MemberState, Role, Tier
 from router.decide import decide
 from router.estimators import LinkCurve
 from router.planning import Harm, Params
-from router.signals import Features
+from router.signals import NO_ARRIVALS, Features
 from tests.unit.router_kit import MS, FixedFailures, S, Worker, key, request, snapshot
 
 PARAMS = Params()
@@ -162,7 +162,7 @@ def test_only_pairs_that_might_win_are_priced() -> None:
 
 def test_harm_sends_a_long_prefill_where_few_others_follow() -> None:
     shot = snapshot([Worker(0, wait_ns=0.3 * S), Worker(1, wait_ns=0.4 * S), Worker(2, state=MemberState.SUSPECT)])
-    shot.columns.arrivals[:] = (20.0, 0.0, 0.0)  # per second
+    shot.columns.arrivals[:] = (20.0, NO_ARRIVALS, NO_ARRIVALS)  # per second
     shot = replace(shot, arrival_scale=1e-9)
     assert decide(request(), shot, PARAMS_WITHOUT_HARM).worker == key(0)
     follow = Params(harm=Harm(base=0.0, follow=10.0))
