@@ -277,7 +277,7 @@ class PrefixIndex:
         if len(tiers) == 1:
             tier = tiers[0]
             shift = self._lanes[tier] * self._width
-            steps, pieces = self._descend(table, chain, self._visible << shift)
+            steps, pieces = table.descend(chain, self._visible << shift)
             result = {key: {tier: blocks} for key, blocks in self._decode(steps, shift)}
         else:
             result, pieces = self._descend_tiers(table, chain, tiers)
@@ -423,29 +423,10 @@ class PrefixIndex:
         elif not table.learn(chain):
             self._learn_pause = FRUITLESS_PAUSE
 
-    def _descend(self, table: MaskTable, chain: Sequence[BlockHash], alive: int) -> tuple[list[tuple[int, int]], int]:
-        """Where ``alive`` bits leave the chain, as (blocks, bits); and how many neighbours could be one run."""
-        last = pieces = before = 0
-        steps: list[tuple[int, int]] = []
-        for stop, mask in table.walk(chain):
-            pieces += mask == before
-            before = mask
-            keep = alive & mask
-            if keep != alive:
-                if last:
-                    steps.append((last, alive ^ keep))
-                alive = keep
-                if not keep:
-                    return steps, pieces
-            last = stop
-        if last:
-            steps.append((last, alive))
-        return steps, pieces
-
     def _descend_tiers(
         self, table: MaskTable, chain: Sequence[BlockHash], tiers: tuple[Tier, ...]
     ) -> tuple[Prefixes, int]:
-        """`_descend` for "in this tier or a faster one", all tiers in one walk."""
+        """`MaskTable.descend` for "in this tier or a faster one", all tiers in one walk."""
         shifts = [self._lanes[tier] * self._width for tier in tiers]
         alive = [self._visible] * len(tiers)
         steps: list[list[tuple[int, int]]] = [[] for _ in tiers]
