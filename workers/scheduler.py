@@ -12,7 +12,7 @@ clock and no network. The rules:
   preempted. The oldest is never made to wait for a younger one, so somebody always gets on.
 - A page a load may still write stays out of use until that load is terminal (`land`), whatever became of its request.
 
-Not thread-safe; one thread owns it.
+Not thread-safe: callers share one lock.
 """
 
 from __future__ import annotations
@@ -228,8 +228,9 @@ class Scheduler:
         table = sequence.table
         run = table.readable_run(0, sequence.full_blocks)
         if self._bringer(sequence, run) is not None and self._blocks.lookup(table.chain[run]) is None:
-            waits = self._rule(sequence, run, beat.now_ns, idle=idle).verdict is Verdict.WAIT
-            if waits and not (idle and run):
+            # Filling in early hides the copy behind the load, but must not take the last place from who can compute.
+            may_fill = idle and run > 0 and len(self._running) + 1 < self._config.max_running
+            if self._rule(sequence, run, beat.now_ns, idle=idle).verdict is Verdict.WAIT and not may_fill:
                 return False
         self._adopt(sequence, run)
         return not self._claimed(sequence, table.readable_run(0, sequence.full_blocks), beat)
@@ -348,11 +349,15 @@ class Scheduler:
         """Loads that found no room at arrival, or counted on another request's, oldest first."""
         orders: list[LoadOrder] = []
         for sequence in self._waiting:
-            if sequence.load_due and sequence.flight is None:
-                self._adopt(sequence, 0)
-                order = self._reserve(sequence, now_ns)
-                if order is not None:
-                    orders.append(order)
+            if not sequence.load_due or sequence.flight is not None:
+                continue
+            run = sequence.table.readable_run(0, sequence.full_blocks)
+            if self._bringer(sequence, run) is not None:
+                continue  # still on its way for another
+            self._adopt(sequence, run)
+            order = self._reserve(sequence, now_ns)
+            if order is not None:
+                orders.append(order)
         return tuple(orders)
 
     # -- pages
