@@ -63,6 +63,7 @@ class TextChunk:
     text: str
     tokens: tuple[int, ...]
     result: GenerateResult | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class AsyncKVPoolClient:
@@ -258,7 +259,7 @@ async def _render(
                 logprobs=tuple(logprobs),
             )
         if piece or chunk.tokens or result is not None:
-            yield TextChunk(request.request_id, piece, chunk.tokens, result)
+            yield TextChunk(request.request_id, piece, chunk.tokens, result, chunk.logprobs)
 
 
 class _Attempts:

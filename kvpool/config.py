@@ -102,10 +102,12 @@ class GatewayConfig(_Settings):
     Attributes:
         host: address it binds.
         port: its port; None starts no gateway.
+        max_requests: generations at once; more are refused with 429.
     """
 
     host: str = "127.0.0.1"
     port: int | None = Field(default=None, ge=1, le=65535)
+    max_requests: int = Field(default=1024, ge=1)
 
 
 class ClusterConfig(_Settings):

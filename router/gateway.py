@@ -1,270 +1,245 @@
-"""The OpenAI-compatible HTTP ingress, on Ray Serve: a thin translation between HTTP bodies and the client.
+"""The OpenAI-compatible HTTP ingress: an ASGI app over the client, served by Ray Serve.
 
-``POST /v1/completions``, ``POST /v1/chat/completions`` (both with ``stream``), ``GET /v1/models``, ``GET /healthz``.
-An answer carries a ``kvpool`` object with worker, plan, and tokens cached, loaded and redone. Errors have OpenAI's
-shape and the status of what the caller can do: 400 fix the request, 429 and 503 come again, 504 out of time.
+``POST /v1/completions``, ``POST /v1/chat/completions``, ``GET /v1/models``, ``GET /healthz``; `router.openai` has the
+objects. Nothing is decided here. A request ends with its answer or with an error in OpenAI's shape; when its client
+goes away, it is cancelled on the worker. A request's id is its ``x-request-id`` header, which Ray Serve's proxy makes
+up when there is none and sends back.
 """
 
-# No postponed annotations here: Ray Serve rebuilds the class in another process, where FastAPI could not resolve them.
+from __future__ import annotations
+
+import contextlib
 import json
+import logging
 import time
-from collections.abc import AsyncIterator
-from dataclasses import asdict
-from typing import Any, Literal
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvpool.client import DEFAULT_TIMEOUT_S, AsyncKVPoolClient, Prompt, TextChunk
-from kvpool.cluster.connection import ClusterConnection
-from kvpool.errors import CapacityError, DeadlineError, KVPoolError, RequestError
-from kvpool.request import FinishReason, GenerateResult
+from kvpool.client import AsyncKVPoolClient, TextChunk
+from kvpool.cluster.connection import ROUTER_NAME, ClusterConnection
+from kvpool.errors import CapacityError, KVPoolError, RequestError
+from router.openai import Answer, Body, ChatBody, CompletionBody, error_body, parse_body, status_of
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
-MAX_ONGOING_REQUESTS = 1000
+MAX_REQUEST_ID_CHARS = 128
+HEALTH_TIMEOUT_S = 2.0
 RETRY_AFTER_S = 1
+SPARE_REQUESTS = 64  # beyond the limit on generations: health checks, and refusals
 REQUEST_ID_HEADER = "x-request-id"
 
-_app = FastAPI(title="kvpool")
+log = logging.getLogger(__name__)
 
 
-class _Body(BaseModel):
-    """What both endpoints take. Fields of OpenAI's that change the output and are not served are refused."""
+def application(cluster: str, max_requests: int) -> Any:
+    """The Serve application that serves ``cluster``.
 
-    model_config = ConfigDict(extra="forbid")
+    The app is built in the replica: Serve would otherwise copy it by value at import, half-made module and all.
+    """
 
-    model: str | None = None
-    max_tokens: int = 64
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int = 0
-    stop: str | list[str] = []
-    stream: bool = False
-    logprobs: int | bool | None = None
-    top_logprobs: int | None = None
-    n: Literal[1] = 1
-    user: str = Field(default="", description="tenant: requests of different tenants never share blocks")
-    ignore_eos: bool = False
-    timeout: float = DEFAULT_TIMEOUT_S
-    stream_options: dict[str, bool] | None = None
+    def build() -> ASGIApp:
+        return build_app(ClusterConnection(cluster), max_requests)
 
-    def options(self, request_id: str | None) -> dict[str, Any]:
-        """Arguments of the client."""
-        logprobs = self.top_logprobs if self.top_logprobs is not None else int(self.logprobs or 0)
-        return {
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "seed": self.seed,
-            "stop": self.stop,
-            "logprobs": logprobs,
-            "tenant": self.user,
-            "ignore_eos": self.ignore_eos,
-            "timeout_s": self.timeout,
-            "request_id": request_id,
-        }
+    deployment = serve.deployment(
+        serve.ingress(build)(),
+        name="gateway",
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=max_requests + SPARE_REQUESTS,
+        max_queued_requests=max_requests,
+        graceful_shutdown_timeout_s=0,
+        logging_config={"log_level": "WARNING", "enable_access_log": False},
+    )
+    return deployment.bind()
 
 
-class CompletionBody(_Body):
-    """``POST /v1/completions``."""
-
-    prompt: str | list[int]
-
-
-class Message(BaseModel):
-    """One chat message."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    role: str
-    content: str
-
-
-class ChatBody(_Body):
-    """``POST /v1/chat/completions``."""
-
-    messages: list[Message]
-    max_completion_tokens: int | None = None
+def build_app(connection: ClusterConnection, max_requests: int) -> ASGIApp:
+    """The ASGI app over one cluster; at most ``max_requests`` generations at once."""
+    gateway = _Gateway(connection)
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", gateway.completions, methods=["POST"]),
+            Route("/v1/chat/completions", gateway.chat_completions, methods=["POST"]),
+            Route("/v1/models", gateway.models),
+            Route("/healthz", gateway.healthz),
+        ],
+        exception_handlers={
+            KVPoolError: _on_kvpool_error,
+            HTTPException: _on_http_error,
+            Exception: _on_bug,
+        },
+    )
+    return _Limit(app, max_requests)
 
 
-@serve.deployment(name="gateway", max_ongoing_requests=MAX_ONGOING_REQUESTS, ray_actor_options={"num_cpus": 0})
-@serve.ingress(_app)
-class Gateway:
-    """One replica of the ingress."""
+class _Limit:
+    """Refuses generations beyond a limit instead of queueing them out of sight."""
 
-    def __init__(self, cluster: str) -> None:
-        self._client = AsyncKVPoolClient.of(ClusterConnection(cluster))
+    def __init__(self, app: ASGIApp, max_requests: int) -> None:
+        self._app = app
+        self._max_requests = max_requests
+        self._running = 0
 
-    @_app.post("/v1/completions")
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        if self._running >= self._max_requests:
+            message = f"{self._max_requests} requests run already (gateway.max_requests); come again"
+            await _error_response(CapacityError(message))(scope, receive, send)
+            return
+        self._running += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._running -= 1
+
+
+class _Gateway:
+    """The endpoints."""
+
+    def __init__(self, connection: ClusterConnection) -> None:
+        self._connection = connection
+        self._client = AsyncKVPoolClient.of(connection)
+
     async def completions(self, request: Request) -> Response:
         """Generate from a prompt."""
         return await self._serve(request, CompletionBody)
 
-    @_app.post("/v1/chat/completions")
     async def chat_completions(self, request: Request) -> Response:
         """Generate the assistant's answer in a chat."""
         return await self._serve(request, ChatBody)
 
-    @_app.get("/v1/models")
-    async def models(self) -> Response:
+    async def models(self, _: Request) -> Response:
         """The one model that is served."""
-        try:
-            info = await self._client.info()
-        except KVPoolError as error:
-            return _error_response(error)
-        entry = {"id": info.model, "object": "model", "owned_by": "kvpool", "max_model_len": info.max_context_tokens}
+        info = await self._client.info()
+        entry = {
+            "id": info.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "kvpool",
+            "max_model_len": info.max_context_tokens,
+        }
         return JSONResponse({"object": "list", "data": [entry]})
 
-    @_app.get("/healthz")
-    async def healthz(self) -> Response:
-        """200 while the router answers."""
+    async def healthz(self, _: Request) -> Response:
+        """200 while the router answers and knows a worker, else 503."""
         try:
-            await self._client.info()
+            await self._connection.call(ROUTER_NAME, "ready", 1, timeout_s=HEALTH_TIMEOUT_S)
         except KVPoolError as error:
-            return _error_response(error)
+            return _error_response(error, status=503)
         return JSONResponse({"status": "ok"})
 
-    async def _serve(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
+    async def _serve(self, request: Request, kind: type[Body]) -> Response:
+        request_id = _request_id(request)
         try:
-            body = await _parse(request, kind)
-            info = await self._client.info()
-            if body.model not in (None, info.model):
-                raise RequestError(
-                    f"model {body.model!r} is not served; this cluster serves {info.model!r}", field="model"
-                )
-            shape = _Shape(chat=isinstance(body, ChatBody), model=info.model)
-            chunks = self._client.stream(_prompt(body), **body.options(request.headers.get(REQUEST_ID_HEADER)))
-            first = await anext(chunks)  # errors before the first token still get their status
-        except KVPoolError as error:
-            return _error_response(error)
-        if body.stream:
-            return StreamingResponse(_events(shape, first, chunks), media_type="text/event-stream")
-        try:
-            result = first.result
-            async for chunk in chunks:
-                result = chunk.result or result
-        except KVPoolError as error:
-            return _error_response(error)
-        assert result is not None
-        return JSONResponse(shape.whole(result), headers={REQUEST_ID_HEADER: result.request_id})
+            body = parse_body(kind, await _read(request))
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody reads it
+        info = await self._client.info()
+        if body.model not in (None, info.model):
+            raise RequestError(f"model {body.model!r} is not served here; {info.model!r} is", field="model")
+        tokenizer = await self._client.tokenizer()
+        answer = Answer(body, info.model, int(time.time()), tokenizer.decode)
+        chunks = self._client.stream(body.content, **body.options(), request_id=request_id)
+        assert isinstance(chunks, AsyncGenerator)
+        if not body.stream:
+            return await _whole(answer, chunks)
+        first = await anext(chunks)  # an error before the first token still has its own status
+        return _EventStream(_events(answer, first, chunks))
 
 
-async def _parse(request: Request, kind: type[CompletionBody] | type[ChatBody]) -> CompletionBody | ChatBody:
+async def _whole(answer: Answer, chunks: AsyncGenerator[TextChunk]) -> Response:
+    async with contextlib.aclosing(chunks):
+        async for chunk in chunks:
+            if chunk.result is not None:
+                return JSONResponse(answer.whole(chunk.result))
+    raise AssertionError("the client's stream ended without a result")
+
+
+async def _events(answer: Answer, first: TextChunk, chunks: AsyncGenerator[TextChunk]) -> AsyncGenerator[bytes]:
+    """Server-sent events. An error after the first token is the last event: no ``[DONE]`` follows a cut answer."""
+    async with contextlib.aclosing(chunks):
+        try:
+            async for chunk in _prepend(first, chunks):
+                for event in answer.events(chunk):
+                    yield _event(event)
+        except KVPoolError as error:
+            yield _event(_body_of(error, status_of(error)))
+            return
+        yield b"data: [DONE]\n\n"
+
+
+async def _prepend(first: TextChunk, rest: AsyncIterator[TextChunk]) -> AsyncIterator[TextChunk]:
+    yield first
+    async for chunk in rest:
+        yield chunk
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+
+
+class _EventStream(StreamingResponse):
+    """Ends its source at once when the client goes away; a generator left to the collector would run on meanwhile."""
+
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._events):
+            await super().__call__(scope, receive, send)
+
+
+def _request_id(request: Request) -> str | None:
+    value = request.headers.get(REQUEST_ID_HEADER)
+    if value is not None and (not value.isprintable() or not 1 <= len(value) <= MAX_REQUEST_ID_CHARS):
+        raise RequestError(
+            f"{REQUEST_ID_HEADER} must have 1 to {MAX_REQUEST_ID_CHARS} printable characters", field=REQUEST_ID_HEADER
+        )
+    return value
+
+
+async def _read(request: Request) -> bytes:
     raw = bytearray()
     async for piece in request.stream():
         raw += piece
         if len(raw) > MAX_BODY_BYTES:
-            raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes", field="body")
-    try:
-        body = kind.model_validate_json(bytes(raw))
-    except ValueError as error:
-        raise RequestError(f"malformed body: {_first_line(error)}", field="body") from error
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-        body = body.model_copy(update={"max_tokens": body.max_completion_tokens})
-    return body
+            raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes; send a shorter prompt")
+    return bytes(raw)
 
 
-def _first_line(error: ValueError) -> str:
-    errors = getattr(error, "errors", None)
-    if errors is None:
-        return str(error)
-    return "; ".join(f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}" for item in errors()[:5])
+def _body_of(error: KVPoolError, status: int) -> dict[str, Any]:
+    return error_body(error.message, status=status, code=error.code, field=error.details.get("field"))
 
 
-def _prompt(body: CompletionBody | ChatBody) -> Prompt:
-    if isinstance(body, ChatBody):
-        return [{"role": message.role, "content": message.content} for message in body.messages]
-    return body.prompt
-
-
-class _Shape:
-    """Builds OpenAI's objects for one request."""
-
-    def __init__(self, *, chat: bool, model: str) -> None:
-        self._chat = chat
-        self._base = {"created": int(time.time()), "model": model}
-
-    def whole(self, result: GenerateResult) -> dict[str, Any]:
-        """A whole answer."""
-        choice: dict[str, Any] = {"index": 0, "finish_reason": _finish(result.finish), "logprobs": _logprobs(result)}
-        if self._chat:
-            choice["message"] = {"role": "assistant", "content": result.text}
-        else:
-            choice["text"] = result.text
-        kind = "chat.completion" if self._chat else "text_completion"
-        return self._envelope(result.request_id, kind, choice) | _usage(result)
-
-    def piece(self, chunk: TextChunk) -> dict[str, Any]:
-        """One event of a stream; the last one carries usage and the ``kvpool`` object."""
-        finish = None if chunk.result is None else _finish(chunk.result.finish)
-        choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
-        if self._chat:
-            choice["delta"] = {"content": chunk.text}
-        else:
-            choice["text"] = chunk.text
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
-        event = self._envelope(chunk.request_id, kind, choice)
-        return event if chunk.result is None else event | _usage(chunk.result)
-
-    def _envelope(self, request_id: str, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
-        return {"id": request_id, "object": kind, **self._base, "choices": [choice]}
-
-
-def _finish(reason: FinishReason) -> str:
-    return "stop" if reason is FinishReason.CANCELLED else reason.value
-
-
-def _logprobs(result: GenerateResult) -> dict[str, Any] | None:
-    if not result.logprobs:
-        return None
-    return {
-        "token_ids": [item.token for item in result.logprobs],
-        "token_logprobs": [item.logprob for item in result.logprobs],
-        "top_logprobs": [dict(item.top) for item in result.logprobs],
-    }
-
-
-def _usage(result: GenerateResult) -> dict[str, Any]:
-    stats = result.stats
-    generated = len(result.tokens)
-    return {
-        "usage": {
-            "prompt_tokens": stats.prompt_tokens,
-            "completion_tokens": generated,
-            "total_tokens": stats.prompt_tokens + generated,
-            "prompt_tokens_details": {"cached_tokens": stats.tokens_cached + stats.tokens_loaded},
-        },
-        "kvpool": asdict(stats),
-    }
-
-
-async def _events(shape: _Shape, first: TextChunk, chunks: AsyncIterator[TextChunk]) -> AsyncIterator[str]:
-    """Server-sent events; an error after the first token becomes the last event."""
-    try:
-        yield f"data: {json.dumps(shape.piece(first))}\n\n"
-        async for chunk in chunks:
-            yield f"data: {json.dumps(shape.piece(chunk))}\n\n"
-    except KVPoolError as error:
-        yield f"data: {json.dumps(_error_body(error))}\n\n"
-    yield "data: [DONE]\n\n"
-
-
-def _error_body(error: KVPoolError) -> dict[str, Any]:
-    return {
-        "error": {"message": error.message, "type": error.code, "param": error.details.get("field"), "code": error.code}
-    }
-
-
-def _error_response(error: KVPoolError) -> Response:
-    if isinstance(error, RequestError):
-        status = 400
-    elif isinstance(error, CapacityError):
-        status = 429
-    elif isinstance(error, DeadlineError):
-        status = 504
-    else:
-        status = 503
+def _error_response(error: KVPoolError, *, status: int | None = None) -> Response:
+    status = status or status_of(error)
     headers = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else {}
-    return JSONResponse(_error_body(error), status_code=status, headers=headers)
+    return JSONResponse(_body_of(error, status), status_code=status, headers=headers)
+
+
+async def _on_kvpool_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, KVPoolError)
+    return _error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """No such path, wrong method, body too large."""
+    assert isinstance(error, HTTPException)
+    message = error.detail if error.status_code == 413 else f"{error.detail}: {request.method} {request.url.path}"
+    body = error_body(message, status=error.status_code, code="invalid_request", field=None)
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    body = error_body("internal error; the gateway's log has it", status=500, code="internal")
+    return JSONResponse(body, status_code=500)

@@ -29,7 +29,7 @@ from kvpool.cluster.connection import (
     map_ray_error,
     namespace_of,
 )
-from kvpool.cluster.gateway import start_gateway, stop_gateway
+from kvpool.cluster.gateway import require_free_port, start_gateway, stop_gateway
 from kvpool.cluster.guardian import CLUSTER_DIR_VARIABLE, reap, spawn_guardian
 from kvpool.cluster.processes import MetadataProcesses
 from kvpool.cluster.ray_auth import provide_token
@@ -105,6 +105,8 @@ class Cluster:
             UnavailableError: something did not start in time.
         """
         _require_one_layout(config)
+        if ray_address is None:  # elsewhere it is Ray's head that binds it
+            require_free_port(config.gateway)
         progress(f"model {config.workers[0].engine.model}: resolving")
         model = resolve_model(config.workers[0].engine.model)
         cluster_dir = Path(tempfile.mkdtemp(prefix="kvpool-"))
@@ -212,8 +214,8 @@ class Cluster:
         _get(launched.router.ready.remote(len(launched.workers)), "router", READY_TIMEOUT_S)
         if self.config.gateway.port is not None:
             progress(f"gateway: starting on port {self.config.gateway.port}")
-            start_gateway(self.config.gateway, self.name)
             launched.gateway = True
+            start_gateway(self.config.gateway, self.name)
         progress("ready")
 
     def _new_ids(self, count: int) -> list[WorkerId]:
