@@ -46,6 +46,16 @@ class Bridge:
             table.seal(index, kept)
         return len(ready)
 
+    def check_at_rest(self) -> None:
+        """With no request and no load, no block may be referenced or in flight.
+
+        Raises:
+            InvariantViolation: one is; it would be lost for ever.
+        """
+        counts = self._segment.counts()
+        if counts.referenced or counts.in_flight:
+            raise InvariantViolation(f"blocks leaked: nothing runs, yet {counts}")
+
     def _store(self, sequence: Sequence, indices: list[int]) -> None:
         """Copy view blocks into pages, one engine call a run of neighbours."""
         begin = 0

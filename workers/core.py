@@ -197,6 +197,8 @@ class WorkerCore:
         self._thread.join(JOIN_S)
         if self._parts.transport is not None:
             self._parts.transport.close()
+        with self._lock:
+            self._flights.follow()
         if self._thread.is_alive() or self._flights.count:
             log.error("worker %s: the engine or a load did not end; its memory is kept mapped", self._parts.key)
             return

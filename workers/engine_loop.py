@@ -172,6 +172,9 @@ class EngineLoop:
             parts.bridge.seal(sequence)  # after the step: a checksum must not stand before a first token
         self._report()
         if not step.work:
+            with parts.lock:
+                if not self._active and not parts.flights.count:
+                    parts.bridge.check_at_rest()
             self._sleep(step)
 
     def _expire(self, step: Step) -> None:

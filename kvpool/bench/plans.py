@@ -333,8 +333,7 @@ class Rig:
         """Empty the reader's cache."""
         if not self._reader.wait_idle(int(WAIT_S * 1e9)):
             raise TimeoutError("the reader does not come to rest")
-        segment = self._reader.segment
-        segment.release(segment.allocate(segment.available_blocks).block_ids)
+        self._reader.segment.clear()
 
 
 def _key(number: int) -> WorkerKey:

@@ -151,6 +151,17 @@ class Segment:
         with self._lock:
             self._pool.end_flight(block_ids)
 
+    def clear(self) -> int:
+        """Withdraw and evict everything that nobody references or reads; returns how many blocks that were."""
+        with self._lock:
+            self._expire()
+            allocation = self._pool.allocate(self._pool.available_blocks)
+            self._pool.release(allocation.block_ids)
+            self.evictions += len(allocation.evicted)
+            if allocation.evicted:
+                self._publisher.removed(self.config.tier, allocation.evicted)
+            return len(allocation.evicted)
+
     # -- content
 
     def offset(self, block_id: BlockId) -> int:

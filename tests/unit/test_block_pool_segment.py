@@ -101,3 +101,13 @@ def test_a_twin_is_not_announced_twice() -> None:
     assert kept == [BlockId(0)]
     bench.segment.release(kept)
     bench.segment.check()
+
+
+def test_clearing_evicts_and_withdraws_all_but_what_is_in_use() -> None:
+    bench = Bench()
+    chain = bench.store("a", "b", "c")
+    bench.segment.pin(READER, chain[:1])
+    assert bench.segment.clear() == 2
+    assert bench.publisher.held == {chain[0]}
+    assert bench.segment.clear() == 0
+    bench.segment.check()
