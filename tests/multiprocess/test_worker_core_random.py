@@ -6,7 +6,8 @@ everything at once; then links heal and every request must end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
@@ -45,7 +46,7 @@ class Fleet:
     publishers: list[RecordingPublisher] = field(default_factory=list)
     sinks: dict[str, tuple[GenerateRequest, Collector]] = field(default_factory=dict)
 
-    def grow(self, hub: MemoryHub) -> None:
+    def grow(self, hub: MemoryHub, num_blocks: int | None = None) -> None:
         number = len(self.cores)
         link, publisher = ShapingTransport(MemoryTransport(hub), seed=number), RecordingPublisher()
         held: list[WorkerCore] = []
@@ -54,7 +55,7 @@ class Fleet:
                 key=WorkerKey(WorkerId(f"w{number}"), WorkerEpoch(1)),
                 engine=FakeEngine(block_tokens=BLOCK_TOKENS, token_s=self.rng.choice([0.0, 2e-5])),
                 config=WorkerConfig(
-                    engine=EngineConfig(num_blocks=self.rng.choice([24, 40, 120])),
+                    engine=EngineConfig(num_blocks=num_blocks or self.rng.choice([24, 40, 120])),
                     scheduler=SchedulerConfig(
                         max_step_tokens=self.rng.choice([8, 64]), max_running=self.rng.choice([2, 8]), max_waiting=32
                     ),
@@ -194,3 +195,66 @@ def test_a_worker_that_closes_under_load_fails_its_requests_and_nobody_elses() -
     finally:
         for core in fleet.cores:
             core.close()
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    """Three cores; worker 0 holds a document of 64 tokens, worker 1 is the reader of these tests."""
+    made, hub = Fleet(Random(7)), MemoryHub()
+    for _ in range(WORKERS):
+        made.grow(hub, num_blocks=40)
+    yield made
+    for core in made.cores:
+        core.close()
+
+
+def warm_document(fleet: Fleet) -> list[int]:
+    document = [fleet.rng.randrange(97) for _ in range(64)]
+    sink = Collector()
+    fleet.cores[0].submit(make_request("warm", document, 1), Plan(PlanKind.REDO), "d", sink)
+    sink.result()
+    return document
+
+
+def load_from_first(fleet: Fleet, stop: int) -> Plan:
+    key = WorkerKey(WorkerId("w0"), WorkerEpoch(1))
+    piece = LoadSlice(0, stop, key, "memory", fleet.links[0].address, Tier.HOST)
+    return Plan(PlanKind.LOAD, (piece,), load_deadline_ns=20 * SECOND_NS, stall_ns=10 * SECOND_NS)
+
+
+def test_pages_of_a_cancelled_request_return_once_its_load_is_terminal(fleet: Fleet) -> None:
+    document, reader = warm_document(fleet), fleet.cores[1]
+    fleet.links[1].shape(WorkerId("w0"), LinkShape(stalled=True))
+    sink = Collector()
+    reader.submit(make_request("gone", document, 4), load_from_first(fleet, 16), "d", sink)
+    assert reader.status()["loads_in_flight"] == 1
+    assert reader.segment.counts().in_flight == 16
+    reader.cancel(RequestId("gone"))
+    sink.result()
+    assert sink.finish is FinishReason.CANCELLED
+    assert reader.wait_idle(10 * SECOND_NS)
+    assert reader.segment.counts().free == 40
+    assert reader.counters()["loads_given_up"] == 1
+
+
+def test_a_holder_that_closes_in_mid_load_costs_time_and_no_token(fleet: Fleet) -> None:
+    document, reader = warm_document(fleet), fleet.cores[1]
+    block_bytes = reader.segment.config.block_bytes
+    fleet.links[1].shape(WorkerId("w0"), LinkShape(rate_bytes_per_s=100 * block_bytes))
+    request, sink = make_request("robbed", document, 4), Collector()
+    reader.submit(request, load_from_first(fleet, 16), "d", sink)
+    fleet.cores[0].close()
+    assert sink.result() == reference(request)
+    assert sink.stats is not None
+    assert sink.stats.tokens_redone > 0
+    assert sink.stats.load_failures
+
+
+def test_a_load_that_cannot_even_start_is_redone(fleet: Fleet) -> None:
+    document, reader = warm_document(fleet), fleet.cores[1]
+    plan = replace(load_from_first(fleet, 16), load_deadline_ns=0)
+    request, sink = make_request("undated", document, 4), Collector()
+    reader.submit(request, plan, "d", sink)
+    assert sink.result() == reference(request)
+    assert sink.stats is not None
+    assert (sink.stats.plan, sink.stats.load_failures) == ("redo", ("invalid_request",))
