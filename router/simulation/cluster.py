@@ -7,6 +7,7 @@ while a load runs, keep what arrived, fall back to the next copy and then to red
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Chain
 from dataclasses import dataclass, field
 from random import Random
@@ -148,14 +149,17 @@ class _Load:
         return self.cluster.end_tail(self)
 
     def chunk_tokens(self, position: int) -> int:
-        """Compute towards the predicted meeting point, then block-wise halves of the gap."""
-        planned = self.job.route.plan.split_tokens or 0
-        meet = self.job.cached_blocks * self.block_tokens + planned
+        """The share of the gap that compute covers before the tail, at the speed seen so far, has covered the rest."""
         assert self.cluster is not None
-        gap = self.frontier_tokens(self.cluster.loop.now_ns) - position
-        if position < meet:
-            return max(1, min(meet - position, gap))
-        return max(1, min(gap, max(self.block_tokens, gap // 2)))
+        now_ns = self.cluster.loop.now_ns
+        gap = self.frontier_tokens(now_ns) - position
+        arrived = max(0, self.arrived_blocks(now_ns)) * self.block_tokens
+        if arrived == 0:
+            planned = self.job.cached_blocks * self.block_tokens + (self.job.route.plan.split_tokens or 0) - position
+            return max(1, min(gap, max(planned, self.block_tokens)))
+        load_ns = (now_ns - self.started_ns) / arrived
+        share = load_ns / (load_ns + self.cluster.token_ns(position))
+        return max(1, min(gap, max(self.block_tokens, math.ceil(gap * share))))
 
 
 @dataclass(slots=True, eq=False)
@@ -274,6 +278,11 @@ class Cluster:
         self.nodes = [self._make_node(i, key) for i, key in enumerate(keys)]
         self._by_key = {node.key: node for node in self.nodes}
         self.served = [Served(item.arrival_ns, item.prompt_tokens, item.output_tokens) for item in trace.requests]
+
+    def token_ns(self, position: int) -> float:
+        """True time to compute one token at a position."""
+        curve = self._preset.curve
+        return curve.token_ns + curve.pair_ns * position
 
     @property
     def bytes_moved(self) -> float:
