@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 
 from kvpool.client import DEFAULT_TIMEOUT_S, Prompt, TextChunk
 from kvpool.errors import CapacityError, DeadlineError, KVPoolError, ModelError, RequestError
@@ -90,10 +90,18 @@ class _Body(_Object):
 class CompletionBody(_Body):
     """``POST /v1/completions``."""
 
-    prompt: str | Annotated[list[int], FailFast()]
+    prompt: str | list[int]
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: Literal[1] = 1
     echo: Literal[False] = False
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _one_prompt(cls, prompt: Any) -> Any:
+        """One message, where the union would say one per element and alternative."""
+        if isinstance(prompt, list) and not all(type(token) is int for token in prompt):
+            raise ValueError("must be text or one list of token ids; send several prompts as several requests")
+        return prompt
 
     @property
     def shown_logprobs(self) -> int | None:
