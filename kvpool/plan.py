@@ -60,6 +60,8 @@ class Plan:
         load_deadline_ns: budget for all loads, from their start. After it everything missing is redone.
         stall_ns: longest time without a byte before a source is dropped.
         predicted_ttft_ns: what the router expects, for the record and the learning loop.
+        predicted_load_ns: how long it expects the loads to take from their start, 0 when it does not say. A worker
+            waits no longer than this, and as long again, before it trusts only what it sees arrive.
     """
 
     kind: PlanKind
@@ -68,6 +70,7 @@ class Plan:
     load_deadline_ns: int = 0
     stall_ns: int = 0
     predicted_ttft_ns: int = 0
+    predicted_load_ns: int = 0
 
 
 REDO = Plan(kind=PlanKind.REDO)

@@ -114,6 +114,7 @@ def build_plan(
         load_deadline_ns=round(max(params.min_deadline_ns, params.deadline_factor * price.load_ns)),
         stall_ns=round(max(params.min_stall_ns, price.load_ns)),
         predicted_ttft_ns=predicted_ns,
+        predicted_load_ns=round(price.load_ns),
     )
 
 

@@ -5,10 +5,10 @@ of a load is judged from what is visible: blocks that came and the time they too
 router's expectation, stretched for as long as nothing comes, so that a dead source costs at most about as much again
 as it was expected to take. The prefill speed is learned from this worker's own steps.
 
-    others can use the GPU       → WAIT, until the load's deadline
-    the tail comes first (split) → COMPUTE the front's share, missing · L/(L+R), so that both ends meet
-    the front comes first        → WAIT while L ≤ 1.1 × R, otherwise COMPUTE a chunk of half of L; so, too, for the last
-                                   block between both ends of a split
+    the tail comes first (split) and nobody else can use the GPU
+                    → COMPUTE the front's share, missing · L/(L+R), so that both ends meet
+    otherwise       → WAIT while L ≤ 1.1 × R, else COMPUTE a chunk of half of L and look again
+    past the load's deadline → GIVE UP
 
 with L the rest of the load and R the redo of what is missing. Source: ``docs/science.md``, two-way split and failure.
 """
@@ -69,6 +69,8 @@ class LoadView:
         expected_ns = budget_ns // DEADLINE_FACTOR
         if plan.predicted_ttft_ns:
             expected_ns = min(expected_ns, plan.predicted_ttft_ns)
+        if plan.predicted_load_ns:
+            expected_ns = plan.predicted_load_ns
         return cls(now_ns, now_ns + budget_ns, expected_ns, plan.kind is PlanKind.SPLIT)
 
     def with_arrived(self, blocks: int) -> LoadView:
@@ -150,19 +152,18 @@ class Gate:
         """
         if now_ns >= view.deadline_ns:
             return Ruling(Verdict.GIVE_UP)
-        if not idle:
-            return Ruling(Verdict.WAIT)
-        rest_ns = view.rest_ns(missing_blocks, now_ns)
         if not self._speed.known:
-            late = now_ns - view.started_ns > view.expected_ns
+            late = idle and now_ns - view.started_ns > view.expected_ns
             return Ruling(Verdict.COMPUTE, self._block_tokens) if late else Ruling(Verdict.WAIT)
+        rest_ns = view.rest_ns(missing_blocks, now_ns)
         t0_ns, token_ns = self._speed.fit()
         missing_tokens = missing_blocks * self._block_tokens
         redo_ns = t0_ns + token_ns * missing_tokens
-        share = missing_tokens * rest_ns / (rest_ns + redo_ns) if view.tail_first else 0.0
+        meets = idle and view.tail_first
+        share = missing_tokens * rest_ns / (rest_ns + redo_ns) if meets else 0.0
         if share < self._block_tokens and rest_ns <= PATIENCE * redo_ns:
             return Ruling(Verdict.WAIT)
-        tokens = share if view.tail_first else (rest_ns / 2 - t0_ns) / max(1.0, token_ns)
+        tokens = share if meets else (rest_ns / 2 - t0_ns) / max(1.0, token_ns)
         return Ruling(Verdict.COMPUTE, max(1, int(tokens) // self._block_tokens) * self._block_tokens)
 
     def review_ns(self, view: LoadView, now_ns: int) -> int:

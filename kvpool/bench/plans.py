@@ -289,7 +289,7 @@ class Rig:
             slices,
             load_deadline_ns=max(3 * load_ns, 1_000_000_000),
             stall_ns=int(STALL_S * 1e9),
-            predicted_ttft_ns=load_ns,
+            predicted_load_ns=load_ns,
         )
 
     # -- measured runs

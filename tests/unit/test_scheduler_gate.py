@@ -56,8 +56,12 @@ def test_a_split_computes_the_front_so_that_both_ends_meet() -> None:
     assert almost.verdict is Verdict.WAIT, "the last block arrives before it could be computed"
 
 
-def test_a_busy_gpu_never_computes_what_is_on_its_way() -> None:
-    assert gate().rule(view(expected_ms=900), 1, 800 * MS, idle=False).verdict is Verdict.WAIT
+def test_a_busy_gpu_is_left_to_others_unless_the_load_is_slower_than_the_redo() -> None:
+    split = view(expected_ms=40, tail_first=True)
+    assert gate().rule(split, 10, 0, idle=True).verdict is Verdict.COMPUTE
+    assert gate().rule(split, 10, 0, idle=False).verdict is Verdict.WAIT
+    assert gate().rule(view(expected_ms=900), 10, 0, idle=False).verdict is Verdict.COMPUTE
+    assert gate(None).rule(view(), 10, 100 * MS, idle=False).verdict is Verdict.WAIT
 
 
 @pytest.mark.parametrize("idle", [True, False])
@@ -108,6 +112,10 @@ def test_a_plan_without_expectations_gets_a_bound_all_the_same() -> None:
     assert 0 < started.expected_ns < started.deadline_ns - 7
     planned = LoadView.starting(Plan(PlanKind.LOAD, load_deadline_ns=3000 * MS, predicted_ttft_ns=20 * MS), 0)
     assert (planned.deadline_ns, planned.expected_ns) == (3000 * MS, 20 * MS)
+    told = LoadView.starting(
+        Plan(PlanKind.LOAD, load_deadline_ns=3000 * MS, predicted_ttft_ns=20 * MS, predicted_load_ns=70 * MS), 0
+    )
+    assert told.expected_ns == 70 * MS
 
 
 def test_a_waiting_sequence_is_looked_at_again_without_an_event() -> None:
