@@ -39,6 +39,7 @@ HOLDERS = 4
 """Workers that hold one chain, each a part of it, in the index rows."""
 
 RUNS = 5
+SERVICE_RUNS = 9
 LOOKUPS_PER_RUN = 500
 LOOKUP_CHAIN_BLOCKS = 1_000
 PUBLISHED_BLOCKS = 20_000
@@ -290,11 +291,13 @@ def service_rows(*, peers: bool) -> list[Row]:
     rng = random.Random(5)
     chains = _chains(rng, 50, LOOKUP_CHAIN_BLOCKS)
     keys = len(chains) * LOOKUP_CHAIN_BLOCKS
-    fresh = iter(_chains(rng, 2 * RUNS, PUBLISHED_BLOCKS))
+    fresh = iter(_chains(rng, 2 * SERVICE_RUNS, PUBLISHED_BLOCKS))
     server = _Server()
-    owner = _Owner([item for chain in chains for item in chain])
     try:
-        with _published(server.address, "w0", owner) as publisher, MetadataClient([server.address]) as client:
+        with _published(server.address, "w0", _Owner()) as publisher, MetadataClient([server.address]) as client:
+            publisher.flush(WAIT_S)
+            for chain in chains:
+                publisher.stored(Tier.HOST, chain, linked=True)
             publisher.flush(WAIT_S)
 
             def look_up() -> None:
@@ -315,7 +318,7 @@ def service_rows(*, peers: bool) -> list[Row]:
                     except UnavailableError as error:
                         why = error.message
                 looked, published, their_lookups, their_puts = [], [], [], []
-                for _ in range(RUNS):
+                for _ in range(SERVICE_RUNS):
                     looked += interleave([look_up], runs=1)[0]
                     their_lookups += [mooncake.ask("lookup")] if mooncake else []
                     published += interleave([publish], runs=1)[0]
@@ -358,10 +361,9 @@ def visibility_rows(*, seconds: float) -> list[Row]:
             idle = _p99(_timed_lookups(watcher, steady, seconds=1.0))
             sent, seen = dict[int, float](), dict[int, float]()
             base = len(owner.blocks)
-            done = threading.Event()
             threads = [
                 threading.Thread(target=_observe, args=(watcher, base, event_blocks, events, seen)),
-                threading.Thread(target=_publish_at, args=(publisher, chains, rate / event_blocks, sent, done)),
+                threading.Thread(target=_publish_at, args=(publisher, chains, rate / event_blocks, sent)),
             ]
             for thread in threads:
                 thread.start()
@@ -382,15 +384,12 @@ def visibility_rows(*, seconds: float) -> list[Row]:
     return rows
 
 
-def _publish_at(
-    publisher: MetadataPublisher, chains: list[Chain], per_second: float, sent: dict[int, float], done: threading.Event
-) -> None:
+def _publish_at(publisher: MetadataPublisher, chains: list[Chain], per_second: float, sent: dict[int, float]) -> None:
     start = time.perf_counter()
     for number, chain in enumerate(chains):
         time.sleep(max(0.0, start + number / per_second - time.perf_counter()))
         sent[number] = time.perf_counter()
         publisher.stored(Tier.HOST, chain, linked=True)
-    done.set()
 
 
 def _observe(watcher: MetadataWatcher, base: int, event_blocks: int, events: int, seen: dict[int, float]) -> None:
