@@ -7,7 +7,8 @@ as it was expected to take. The prefill speed is learned from this worker's own 
 
     the tail comes first (split) and nobody else can use the GPU
                     → COMPUTE the front's share, missing · L/(L+R), so that both ends meet
-    otherwise       → WAIT while L ≤ 1.1 × R, else COMPUTE a chunk of half of L and look again
+    otherwise       → WAIT while L ≤ 1.1 × R (2 × R when others can use the GPU), else COMPUTE a chunk of half of L
+                      and look again
     past the load's deadline → GIVE UP
 
 with L the rest of the load and R the redo of what is missing. Source: ``docs/science.md``, two-way split and failure.
@@ -21,6 +22,8 @@ from enum import Enum
 from kvpool.plan import Plan, PlanKind
 
 PATIENCE = 1.1
+BUSY_PATIENCE = 2.0
+"""While others can use the GPU: computing would hold them up, waiting holds up only this one."""
 DEFAULT_DEADLINE_NS = 5_000_000_000
 DEADLINE_FACTOR = 3
 """The router budgets loads at this multiple of their expected time."""
@@ -161,7 +164,8 @@ class Gate:
         redo_ns = t0_ns + token_ns * missing_tokens
         meets = idle and view.tail_first
         share = missing_tokens * rest_ns / (rest_ns + redo_ns) if meets else 0.0
-        if share < self._block_tokens and rest_ns <= PATIENCE * redo_ns:
+        patience = PATIENCE if idle else BUSY_PATIENCE
+        if share < self._block_tokens and rest_ns <= patience * redo_ns:
             return Ruling(Verdict.WAIT)
         tokens = share if meets else (rest_ns / 2 - t0_ns) / max(1.0, token_ns)
         return Ruling(Verdict.COMPUTE, max(1, int(tokens) // self._block_tokens) * self._block_tokens)
