@@ -26,6 +26,8 @@ from kvpool.transport.ucx.native import FailedEndpointClose, forget_cancelled_re
 from kvpool.transport.wire import MAX_MESSAGE_BYTES, is_data_tag
 
 PROBES_PER_STEP = 64
+MAX_PORTS = 8
+MAX_ADDRESSES = 4096  # of incarnations a reader remembers to have met
 _ANY_TAG = libucxx.UCXXTag(0)
 _ANY_MASK = libucxx.UCXXTagMask(0)
 
@@ -113,7 +115,7 @@ class Connection:
         return self._closing and (self._failed_close is None or self._failed_close.completed)
 
     def drop(self) -> None:
-        """Let go of a closed endpoint none of whose operations is open."""
+        """Let go of a closed endpoint none of whose operations is open; otherwise ucxx would keep it for ever."""
         forget_cancelled_requests(int(self._endpoint.ucxx_ptr))
         self._endpoint = None
 
@@ -177,14 +179,6 @@ class Port:
         """Prepare to block on `event_fd`; False when there is something to do first."""
         return bool(self._worker.arm())
 
-    def close(self) -> None:
-        """Destroy the worker. Its connections must be closed, and their operations dropped, before."""
-        buffers = [operation.buffer for operation in (*self._fetching, *self._strays)]
-        self._fetching.clear()
-        self._strays.clear()
-        self._worker = None  # destroying it may still move bytes into what was arriving
-        del buffers
-
     def _probe(self) -> None:
         for _ in range(PROBES_PER_STEP):
             probe = self._worker.tag_probe(_ANY_TAG, _ANY_MASK, True)
@@ -201,42 +195,36 @@ class Port:
 
 
 class PortSet:
-    """Ports for outgoing connections, so that each port connects to an address only once.
+    """Ports for outgoing connections, so that a port rarely connects to one address twice.
 
     UCX pairs the two endpoints of a connection by counting the connections between two workers on both sides. When one
     side closes by force before the other has connected back, the counts differ from then on; answers then use hidden
-    endpoints that nobody can close, and a fence may never confirm. A port used once per address cannot get there.
-    In a healthy cluster there is one port; a reconnection to an incarnation that failed takes another one.
+    endpoints that nobody can close, and a fence waits until the peer goes on or dies. A fresh pair of workers cannot
+    get there. In a healthy cluster there is one port; a reconnection to a living incarnation takes another one, up to
+    `MAX_PORTS` (a dozen descriptors and 4 MiB each), then the one that met the address longest ago.
+
+    Ports live as long as the set: a peer that still connects to a worker when it vanishes may crash inside UCX.
     """
 
     def __init__(self, context: Any) -> None:
         self._context = context
         self.ports: list[Port] = [Port(context)]
-        self._used: dict[Port, set[bytes]] = {self.ports[0]: set()}
-        self._open: dict[Port, int] = {self.ports[0]: 0}
+        self._met: dict[bytes, list[Port]] = {}  # by address, longest ago first
 
     def connect(self, address: bytes, peer: str) -> Connection:
-        """Connect through a port that has not met this address; makes one if there is none.
+        """Connect through the port that is best for this address.
 
         Raises:
             KVPoolError: as `Port.connect`.
         """
-        port = next((port for port in self.ports if address not in self._used[port]), None) or self._add()
-        self._used[port].add(address)
-        connection = port.connect(address, peer)
-        self._open[port] += 1
-        return connection
-
-    def release(self, connection: Connection) -> None:
-        """A connection is closed and none of its operations is open. Ports that serve nobody are destroyed."""
-        port = connection.port
-        connection.drop()
-        self._open[port] -= 1
-        if self._open[port] == 0 and len(self.ports) > 1:
-            self.ports.remove(port)
-            del self._open[port], self._used[port]
-            port.progress_all()  # ucxx lets go of cancelled requests only here; each of them keeps the worker alive
-            port.close()
+        met = self._met.setdefault(address, [])
+        port = next((port for port in self.ports if port not in met), None)
+        if port is None:
+            port = self._add() if len(self.ports) < MAX_PORTS else met.pop(0)
+        met.append(port)
+        while len(self._met) > MAX_ADDRESSES:
+            del self._met[next(iter(self._met))]
+        return port.connect(address, peer)
 
     def progress_all(self) -> None:
         """`Port.progress_all` of every port."""
@@ -245,12 +233,10 @@ class PortSet:
 
     def _add(self) -> Port:
         try:
-            port = Port(self._context)
+            self.ports.append(Port(self._context))
         except FOREIGN as error:
             raise from_ucx(error, "creating a UCX worker", "self") from error
-        self.ports.append(port)
-        self._used[port], self._open[port] = set(), 0
-        return port
+        return self.ports[-1]
 
 
 class Fabric:

@@ -160,7 +160,7 @@ class ProgressLoop:
         half.on_message(message, now_ns)
 
     def _watch(self, poller: select.epoll, watched: set[Port]) -> set[Port]:
-        """Watch ports that are new; a destroyed one has left the poller with its descriptor."""
+        """Watch ports that are new."""
         ports = set(self._fabric.ports)
         for port in ports - watched:
             poller.register(port.event_fd, select.EPOLLIN)

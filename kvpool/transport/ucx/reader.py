@@ -521,7 +521,7 @@ class ReaderHalf:
             if not self._settle(link, now_ns) or link.posted or link.readings:
                 still.append(link)
             else:
-                self._ports.release(link.connection)
+                link.connection.drop()
         self._fencing = still
         late = [link for link in still if link.posted and now_ns - (link.broken_ns or 0) > self._options.fence_ns]
         self.quarantined_reads = sum(len(link.readings) for link in late)

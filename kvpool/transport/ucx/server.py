@@ -36,6 +36,7 @@ from kvpool.types import WorkerKey
 
 TICK_NS = 5_000_000
 REMEMBERED_STOPS = 4096
+REMEMBERED_LINKS = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +60,7 @@ class ReaderLink:
 
     link_id: int
     reader: WorkerKey
+    asked: WorkerKey  # the incarnation the reader takes us for
     connection: Connection
     last_used_ns: int
     serves: dict[int, Serve] = field(default_factory=dict)
@@ -77,6 +79,7 @@ class ServerHalf:
         self._links: dict[int, ReaderLink] = {}
         self._fencing: list[ReaderLink] = []
         self._stopped: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._ended: OrderedDict[int, None] = OrderedDict()
         self._replies: list[Operation] = []
         self._next_tick_ns = 0
         self.blocks_served = self.bytes_served = self.refused = self.leases_expired = self.protocol_errors = 0
@@ -172,21 +175,23 @@ class ServerHalf:
         return Serve(lease_id, pull.sequence, link, runs, held, now_ns + budget_ns)
 
     def _link_to(self, pull: Pull, now_ns: int) -> ReaderLink:
+        if pull.link_id in self._ended:
+            raise StaleError(f"this link of {pull.reader} is over; it makes a new one", peer=str(pull.reader))
         link = self._links.get(pull.link_id)
         if link is not None and link.connection.alive:
             link.last_used_ns = now_ns
             return link
         for old in list(self._links.values()):
-            # One reader has one living link: a new one says that the old one failed there.
-            if old.link_id == pull.link_id or old.reader.worker_id == pull.reader.worker_id:
+            # A reader has one living link per incarnation it asks: a new one says that the old one failed there.
+            if old.link_id == pull.link_id or _replaces(pull, old):
                 self._break(old, now_ns)
         if len(self._links) >= self._options.max_links:
             idle = [old for old in self._links.values() if not old.serves]
             if not idle:
                 raise CapacityError(f"{len(self._links)} readers are connected already")
-            self._break(min(idle, key=lambda old: old.last_used_ns), now_ns)
+            self._break(min(idle, key=lambda old: old.last_used_ns), now_ns, over=False)
         connection = self._port.connect(pull.reader_address, str(pull.reader))
-        link = self._links[pull.link_id] = ReaderLink(pull.link_id, pull.reader, connection, now_ns)
+        link = self._links[pull.link_id] = ReaderLink(pull.link_id, pull.reader, pull.holder, connection, now_ns)
         return link
 
     def _on_grant(self, link_id: int, sequence: int, runs: int, now_ns: int) -> None:
@@ -245,10 +250,15 @@ class ServerHalf:
             link.last_used_ns = now_ns
         return moved
 
-    def _break(self, link: ReaderLink, now_ns: int) -> None:
-        """Close a connection by force; its leases end as their sends become terminal."""
+    def _break(self, link: ReaderLink, now_ns: int, *, over: bool = True) -> None:
+        """Close a connection by force; its leases end as their sends become terminal. Unless the link is ``over``, its
+        reader may go on with it."""
         self._links.pop(link.link_id, None)
         self._fencing.append(link)
+        if over:
+            self._ended[link.link_id] = None  # pulls that still come over it are not worth a connection
+        while len(self._ended) > REMEMBERED_LINKS:
+            self._ended.popitem(last=False)
         for serve in link.serves.values():
             serve.over = True
         with contextlib.suppress(KVPoolError):  # then its sends stay open, and its blocks pinned
@@ -266,7 +276,7 @@ class ServerHalf:
             stuck = any(serve.sends for serve in late)
             idle = not link.serves and now_ns - link.last_used_ns > self._options.idle_link_ns
             if stuck or idle or not link.connection.alive:
-                self._break(link, now_ns)
+                self._break(link, now_ns, over=not idle)
         still = []
         for link in self._fencing:
             if self._settle(link, now_ns) and not link.serves:
@@ -281,3 +291,10 @@ class ServerHalf:
         closed = link.connection.closed
         self._collect(link, now_ns)
         return closed
+
+
+def _replaces(pull: Pull, old: ReaderLink) -> bool:
+    """Whether a pull over a new link shows that an older link is over."""
+    if pull.reader.worker_id != old.reader.worker_id:
+        return False
+    return pull.reader != old.reader or pull.holder == old.asked
