@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch: tests share the cores with the clusters they start
 
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from kvpool.cluster.guardian import CLUSTER_DIR_VARIABLE
+from kvpool.cluster.guardian import cluster_processes
 from kvpool.config import DEFAULT_MODEL
 
 
@@ -50,21 +50,16 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path
     return path
 
 
-def cluster_leftovers() -> list[str]:
-    """Processes of embedded clusters that run now, and their directories."""
-    found = [str(path) for path in Path("/tmp").glob("kvpool-*") if path.is_dir()]
-    for process in psutil.process_iter():
-        try:
-            if CLUSTER_DIR_VARIABLE in process.environ():
-                found.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-    return found
+def cluster_leftovers() -> set[str]:
+    """Directories of embedded clusters, and the processes that belong to them."""
+    directories = [path for path in Path(tempfile.gettempdir()).glob("kvpool-*") if path.is_dir()]
+    processes = [f"{path}: {process}" for path in directories for process in cluster_processes(path)]
+    return {*map(str, directories), *processes}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
     """No process or directory of a cluster outlives the tests that started it."""
-    before = set(cluster_leftovers())
+    before = cluster_leftovers()
     yield
-    assert set(cluster_leftovers()) - before == set()
+    assert cluster_leftovers() - before == set()

@@ -1,7 +1,7 @@
 """Ends what a cluster leaves behind, also when its launcher is killed.
 
-Every process of an embedded cluster inherits ``KVPOOL_CLUSTER_DIR``. `reap` ends all that carry the value and removes
-the directory. The guardian process waits for its standard input to close, which happens when the launcher is gone
+Every process of an embedded cluster inherits ``KVPOOL_CLUSTER_DIR`` or writes its log below that directory (Ray renames
+its processes, which wipes the environment others can read). `reap` ends them all and removes the directory. The guardian process waits for its standard input to close, which happens when the launcher is gone
 for whatever reason, and then reaps; after an orderly end it finds nothing left to do.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 CLUSTER_DIR_VARIABLE = "KVPOOL_CLUSTER_DIR"
+RAY_TITLE = "ray::"
 GRACE_S = 3.0
 
 
@@ -39,7 +40,7 @@ def reap(cluster_dir: Path, *, grace_s: float = GRACE_S) -> int:
 
     Blocks at most about ``2 * grace_s``.
     """
-    found = _processes(cluster_dir)
+    found = cluster_processes(cluster_dir)
     for process in found:
         _signal(process, psutil.Process.terminate)
     _, alive = psutil.wait_procs(found, timeout=grace_s)
@@ -50,16 +51,24 @@ def reap(cluster_dir: Path, *, grace_s: float = GRACE_S) -> int:
     return len(found)
 
 
-def _processes(cluster_dir: Path) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            marked = process.pid != os.getpid() and process.environ().get(CLUSTER_DIR_VARIABLE) == str(cluster_dir)
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue  # gone, or another user's: not ours to end
-        if marked:
-            found.append(process)
-    return found
+def cluster_processes(cluster_dir: Path) -> list[psutil.Process]:
+    """Processes that belong to a cluster directory, without this one and without zombies."""
+    return [process for process in psutil.process_iter() if _belongs(process, str(cluster_dir))]
+
+
+def _belongs(process: psutil.Process, cluster_dir: str) -> bool:
+    if process.pid == os.getpid():
+        return False
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        if process.environ().get(CLUSTER_DIR_VARIABLE) == cluster_dir:
+            return True
+        # Programs that are connected to the cluster write a log there too; only Ray's own processes end with it.
+        is_rays = "".join(process.cmdline()[:1]).startswith(RAY_TITLE)
+        return is_rays and any(item.path.startswith(cluster_dir + "/") for item in process.open_files())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False  # gone, or another user's: not ours to end
 
 
 def _signal(process: psutil.Process, action: Callable[[psutil.Process], None]) -> None:

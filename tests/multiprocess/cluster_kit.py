@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from kvpool.client import AsyncKVPoolClient
 from kvpool.cluster.connection import ClusterInfo
-from kvpool.cluster.guardian import CLUSTER_DIR_VARIABLE
+from kvpool.cluster.guardian import cluster_processes
 from kvpool.cluster.launcher import Cluster
 from kvpool.cluster.manual import ManualRouter
 from kvpool.metadata.watcher import MetadataWatcher
@@ -116,10 +118,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
 def processes_of(cluster_dir: str) -> list[str]:
     """Command lines of processes that belong to a cluster directory."""
     found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(CLUSTER_DIR_VARIABLE) == cluster_dir and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline())[:120])
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
+    for process in cluster_processes(Path(cluster_dir)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(" ".join(process.cmdline())[:120])
     return found
