@@ -1,8 +1,9 @@
 """Ends what a cluster leaves behind, also when its launcher is killed.
 
 Every process of an embedded cluster inherits ``KVPOOL_CLUSTER_DIR`` or writes its log below that directory (Ray renames
-its processes, which wipes the environment others can read). `reap` ends them all and removes the directory. The guardian process waits for its standard input to close, which happens when the launcher is gone
-for whatever reason, and then reaps; after an orderly end it finds nothing left to do.
+its processes, which wipes the environment others can read). `reap` ends them all and removes the directory. The
+guardian process waits for its standard input to close, which happens when the launcher is gone for whatever reason,
+and then reaps; after an orderly end it finds nothing left to do.
 """
 
 from __future__ import annotations
