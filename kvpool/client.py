@@ -48,6 +48,7 @@ MAX_ATTEMPTS = 64
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
 CLOSE_TIMEOUT_S = 60.0
+LONG_PROMPT_CHARS = 16 * 1024  # longer texts are tokenized on a thread: a megabyte takes half a second
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages (``{"role": …, "content": …}``)."""
@@ -173,9 +174,11 @@ class AsyncKVPoolClient:
             logprobs=logprobs,
         )
         tokenizer = await self.tokenizer()
+        tokens = await _encode_beside(tokenizer, prompt)
+        _require_fits(tokens, sampling, (await self.info()).max_context_tokens)
         request = GenerateRequest(
             request_id=RequestId(request_id or f"req-{uuid.uuid4().hex[:12]}"),
-            prompt=_encode(tokenizer, prompt),
+            prompt=tokens,
             sampling=sampling,
             tenant=tenant,
             timeout_ns=int(timeout_s * 1e9),
@@ -224,6 +227,23 @@ class AsyncKVPoolClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+async def _encode_beside(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
+    """`_encode`, without holding up the loop's other requests when the prompt may be long."""
+    if isinstance(prompt, str) and len(prompt) <= LONG_PROMPT_CHARS:
+        return _encode(tokenizer, prompt)
+    return await asyncio.to_thread(_encode, tokenizer, prompt)
+
+
+def _require_fits(tokens: tuple[int, ...], sampling: SamplingParams, max_context_tokens: int) -> None:
+    """Refuse here what no worker can take, before a prompt of any size travels to the router."""
+    if len(tokens) + sampling.max_tokens > max_context_tokens:
+        raise RequestError(
+            f"the prompt has {len(tokens)} tokens and max_tokens is {sampling.max_tokens}, but the model takes "
+            f"{max_context_tokens} in all; shorten the prompt or lower max_tokens",
+            field="prompt" if len(tokens) >= max_context_tokens else "max_tokens",
+        )
 
 
 def _encode(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
