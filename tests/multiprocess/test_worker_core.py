@@ -1,14 +1,15 @@
-"""Worker cores on real threads, over the memory transport and the real loader: tokens always equal the plain run.
+"""Worker cores on real threads, over real transports and the real loader: tokens always equal the plain run.
 
-What touches KV runs twice: over the fake engine, whose output depends on every byte of it, and over the torch engine
-with a tiny random Llama, compared with the plain Hugging Face model. Refusals, endings and failures need no model.
+What touches KV runs with the fake engine, whose output depends on every byte of it, over memory and over UCX, and with
+the torch engine and a tiny random Llama over UCX, compared with the plain Hugging Face model. Refusals, endings and
+failures need no model.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -28,7 +29,9 @@ from kvpool.hashing import Namespace, block_hashes
 from kvpool.plan import REDO, HolderRef, LoadSlice, Plan, PlanKind
 from kvpool.request import FinishReason, GenerateRequest, TokenLogprobs
 from kvpool.transfer.loader import Loader
+from kvpool.transport.base import Transport
 from kvpool.transport.memory import MemoryHub, MemoryTransport
+from kvpool.transport.ucx import UcxTransport
 from kvpool.types import RequestId, Tier, WorkerEpoch, WorkerId, WorkerKey
 from tests.engine_parity import save_random_model, tiny_llama
 from tests.worker_support import Collector, FakeEngine, PatientGate, RecordingPublisher, make_request, reference
@@ -49,6 +52,7 @@ class Kind:
     make: Callable[[], Engine]
     plain: Plain
     vocab: int
+    transport: Callable[[MemoryHub], Transport] = MemoryTransport
 
 
 FAKE = Kind(lambda: FakeEngine(block_tokens=BLOCK_TOKENS, max_context_tokens=512), reference, 97)
@@ -59,10 +63,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tiny_llama(), tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture(scope="module", params=["fake", "torch"])
+@pytest.fixture(scope="module", params=["fake over memory", "fake over ucx", "torch over ucx"])
 def kind(request: pytest.FixtureRequest, llama: Path) -> Kind:
-    if request.param == "fake":
+    if request.param == "fake over memory":
         return FAKE
+    if request.param == "fake over ucx":
+        return replace(FAKE, transport=lambda hub: UcxTransport())
     model = PlainModel(llama)
     known: dict[GenerateRequest, list[int]] = {}
 
@@ -71,7 +77,7 @@ def kind(request: pytest.FixtureRequest, llama: Path) -> Kind:
             known[wanted] = [item.token for item in model.greedy(wanted.prompt, wanted.sampling.max_tokens)]
         return known[wanted]
 
-    return Kind(lambda: TorchEngine(llama, block_tokens=BLOCK_TOKENS), plain, 211)
+    return Kind(lambda: TorchEngine(llama, block_tokens=BLOCK_TOKENS), plain, 211, lambda hub: UcxTransport())
 
 
 class Pool:
@@ -82,7 +88,7 @@ class Pool:
         self.hub = MemoryHub()
         self.rng = Random(5)
         self.cores: list[WorkerCore] = []
-        self.transports: list[MemoryTransport] = []
+        self.transports: list[Transport] = []
         self.publishers: list[RecordingPublisher] = []
         self.failures: list[BaseException] = []
 
@@ -91,7 +97,7 @@ class Pool:
     ) -> WorkerCore:
         key = WorkerKey(WorkerId(f"w{len(self.cores)}"), WorkerEpoch(1))
         engine = engine or self.kind.make()
-        transport, publisher = MemoryTransport(self.hub), RecordingPublisher()
+        transport, publisher = self.kind.transport(self.hub), RecordingPublisher()
         layout = engine.layout
         space = Namespace("tiny", layout.dtype, layout.fingerprint(), layout.block_tokens)
         held: list[WorkerCore] = []
@@ -139,7 +145,8 @@ class Pool:
             HolderRef(WorkerKey(WorkerId(f"w{other}"), WorkerEpoch(1)), self.transports[other].address, Tier.HOST, stop)
             for other in alternates
         )
-        return LoadSlice(start, stop, key, "memory", self.transports[holder].address, Tier.HOST, refs)
+        end = self.transports[holder]
+        return LoadSlice(start, stop, key, end.name, end.address, Tier.HOST, refs)
 
     def close(self) -> None:
         for core, publisher in zip(self.cores, self.publishers, strict=True):
