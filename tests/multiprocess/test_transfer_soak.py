@@ -25,7 +25,8 @@ BLOCK = 64 * 1024
 BLOCKS = 256
 WARM_ROUNDS = 50
 SECONDS = float(os.environ.get("KVPOOL_SOAK_SECONDS", "3600"))
-GROWTH_MIB = 64
+GROWTH_MIB = 96  # eight UCX workers of 4 MiB may come after the baseline, and what the allocator keeps
+GROWTH_FDS = 128  # and a dozen descriptors each
 
 
 def rss_mib() -> float:
@@ -89,7 +90,7 @@ def test_random_faults_for_an_hour_leak_nothing(settings: dict[str, str]) -> Non
         assert rss_mib() - memory_mib < GROWTH_MIB, (
             f"memory grew from {memory_mib} to {rss_mib()} MiB in {rounds} rounds"
         )
-        assert now_fds <= fds + 16, f"file descriptors grew from {fds} to {now_fds}"
+        assert now_fds <= fds + GROWTH_FDS, f"file descriptors grew from {fds} to {now_fds}"
         assert now_threads <= threads
         assert transport.stats().quarantined_reads == 0
         print(f"{rounds} rounds, {blocks_read} blocks, {memory_mib:.0f} → {rss_mib():.0f} MiB, fds {fds} → {now_fds}")
