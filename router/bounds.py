@@ -21,19 +21,25 @@ class Fleetwide(NamedTuple):
     """What all bounds of one decision share.
 
     Attributes:
-        own: blocks each worker has; ``owners`` the same by position, without zeros.
+        owners: blocks each worker has, by position, without zeros.
         wait: W of each worker; inf where the request may not go.
         backlog_in: how long each worker's way in is promised, negative once that has passed.
         total_tokens: length of the prompt.
     """
 
     columns: Columns
-    own: Floats
     owners: Mapping[int, int]
     wait: Floats
     backlog_in: Floats
     total_tokens: int
     footprint: Footprint
+
+    def own(self) -> Floats:
+        """``owners`` as a column."""
+        own = np.zeros(len(self.wait))
+        for position, blocks in self.owners.items():
+            own[position] = blocks
+        return own
 
 
 def rest_ns(fleet: Fleetwide, blocks: int) -> Floats:
@@ -46,22 +52,28 @@ def rest_ns(fleet: Fleetwide, blocks: int) -> Floats:
 
 
 def load_bound(
-    fleet: Fleetwide, rest: Floats, blocks: int, backlog_out: float, link: LinkCurve, *, split: bool
+    fleet: Fleetwide, rest: Floats, blocks: int, backlog_out: float, link: LinkCurve, *, split: bool, tight: bool
 ) -> Floats:
-    """Least time to the first token by any plan that loads from a holder of ``blocks``; inf where ``rest`` is."""
-    footprint, wait = fleet.footprint, fleet.wait
-    block_ns = footprint.block_bytes * link.byte_ns
-    fixed_ns = link.alpha_ns + footprint.fixed_bytes * link.byte_ns
+    """Least time to the first token by any plan that loads from a holder of ``blocks``; inf where ``rest`` is.
+
+    ``tight`` takes half the time more and is better for workers whose wait lies between start and end of the load.
+    """
+    wait = fleet.wait
+    block_ns = fleet.footprint.block_bytes * link.byte_ns
     start = np.maximum(fleet.backlog_in, backlog_out)
-    start += fixed_ns
+    start += link.alpha_ns + fleet.footprint.fixed_bytes * link.byte_ns
     arrival = start + blocks * block_ns
-    arrival -= fleet.own * block_ns
+    for position, own in fleet.owners.items():
+        arrival[position] -= own * block_ns
     bound = np.maximum(wait, arrival)
-    bound += rest
     partial = start < wait
-    partial &= wait < arrival
-    if partial.any():
-        bound = np.minimum(bound, _partial_bound(fleet, rest, start, block_ns, blocks, partial))
+    if not tight:
+        bound = np.where(partial, wait, bound) + rest
+    else:
+        bound += rest
+        partial &= wait < arrival
+        if partial[partial.argmax()]:
+            bound = np.minimum(bound, _partial_bound(fleet, rest, start, block_ns, blocks, partial))
     return np.minimum(bound, _split_bound(fleet, rest, arrival, blocks, block_ns)) if split else bound
 
 
@@ -70,7 +82,7 @@ def _partial_bound(
 ) -> Floats:
     """W + P(n − m | m) at a boundary no plan that fills the wait for the GPU passes."""
     columns, total = fleet.columns, fleet.total_tokens
-    reach = np.minimum(fleet.own + (fleet.wait - start) / block_ns + 1.0, float(blocks))
+    reach = np.minimum(fleet.own() + (fleet.wait - start) / block_ns + 1.0, float(blocks))
     cached = reach * fleet.footprint.block_tokens
     redo = columns.t0_ns + (total - cached) * (columns.token_ns + 0.5 * (total + cached) * columns.pair_ns)
     return np.where(partial & (rest < np.inf), fleet.wait + redo, np.inf)
@@ -78,15 +90,13 @@ def _partial_bound(
 
 def _split_bound(fleet: Fleetwide, rest: Floats, arrival: Floats, blocks: int, block_ns: float) -> Floats:
     """W + C(k*) + rest, with k* in closed form (see `router.cost.split_tokens`)."""
-    columns, block_tokens = fleet.columns, fleet.footprint.block_tokens
+    columns, block_tokens, own = fleet.columns, fleet.footprint.block_tokens, fleet.own()
     token_ns = block_ns / block_tokens
     slack = np.maximum(arrival - fleet.wait - columns.t0_ns, 0.0)
-    base = columns.token_ns + columns.pair_ns * (block_tokens * fleet.own)
+    base = columns.token_ns + columns.pair_ns * (block_tokens * own)
     linear = base + token_ns
     root = np.sqrt(linear * linear + 2.0 * columns.pair_ns * slack)
-    front = np.minimum(
-        2.0 * slack / np.maximum(linear + root, 1e-300), np.maximum(blocks - fleet.own, 0.0) * block_tokens
-    )
+    front = np.minimum(2.0 * slack / np.maximum(linear + root, 1e-300), np.maximum(blocks - own, 0.0) * block_tokens)
     compute = columns.t0_ns + front * (base + 0.5 * columns.pair_ns * front)
     met = arrival - front * token_ns
     return np.asarray(np.maximum(fleet.wait, np.minimum(fleet.wait + compute, met)) + rest, dtype=np.float64)

@@ -132,19 +132,19 @@ def prefill_ns(columns: Columns, total_tokens: int, cached_tokens: int = 0) -> F
     return time
 
 
-def redo_ns(columns: Columns, total_tokens: int, own_tokens: Mapping[int, int]) -> Floats:
-    """P(n − o | o) for every worker, with o from ``own_tokens`` by position and 0 elsewhere."""
+def redo_ns(columns: Columns, total_tokens: int, owners: Mapping[int, int], block_tokens: int) -> Floats:
+    """P(n − o | o) for every worker, with o from ``owners`` (position → blocks) and 0 elsewhere."""
     redo = prefill_ns(columns, total_tokens)
-    if not own_tokens:
+    if len(owners) <= FEW:
+        _, token_ns, pair_ns = columns.curves
+        for position, blocks in owners.items():
+            cached = blocks * block_tokens
+            redo[position] -= cached * (token_ns.item(position) + 0.5 * cached * pair_ns.item(position))
         return redo
-    if len(own_tokens) <= FEW:
-        for position, cached in own_tokens.items():
-            redo[position] -= cached * (columns.token_ns[position] + 0.5 * cached * columns.pair_ns[position])
-        return redo
-    positions = list(own_tokens)
-    own = np.array([own_tokens[i] for i in positions], dtype=np.float64)
-    _, token_ns, pair_ns = columns.curves[:, positions]
-    redo[positions] -= own * (token_ns + (0.5 * own) * pair_ns)
+    positions = list(owners)
+    own = np.array([owners[i] * block_tokens for i in positions], dtype=np.float64)
+    _, slopes, pairs = columns.curves[:, positions]
+    redo[positions] -= own * (slopes + (0.5 * own) * pairs)
     return redo
 
 

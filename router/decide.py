@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +30,9 @@ from router.bounds import Fleetwide, load_bound, rest_ns
 from router.cost import Costs, Pair, Price
 from router.planning import Harm, Params, Promise, build_plan, build_promise
 from router.signals import Floats, Holding, LinkRow, RequestView, Snapshot, holdings
+
+LOOSE_PAIRS = 3
+"""With more pairs than this below the best score, a tighter bound is cheaper than pricing them all."""
 
 MAX_HOLDERS = 16
 """Bounds the time of a decision when hundreds of workers hold a hot prefix and their links differ a little."""
@@ -47,7 +52,7 @@ class Decision(NamedTuple):
     Attributes:
         position: index of the chosen worker.
         price_ns: expected time to the first token.
-        own: blocks of the prompt each worker holds.
+        owners: blocks of the prompt each worker holds, by position, without zeros.
         wait, redo: wait for each GPU, and prefill of what the worker lacks.
         loads: plans with loads that were priced; all others could not have been chosen.
         own_blocks: what the chosen worker itself has of the prompt.
@@ -59,7 +64,7 @@ class Decision(NamedTuple):
     position: int
     plan: Plan
     price_ns: int
-    own: Floats
+    owners: Mapping[int, int]
     wait: Floats
     redo: Floats
     loads: tuple[LoadPrice, ...]
@@ -97,7 +102,6 @@ class _Case:
     snapshot: Snapshot
     params: Params
     held: list[Holding]
-    own: Floats
     owners: dict[int, int]
     wait: Floats
     redo: Floats
@@ -117,7 +121,7 @@ def decide(request: RequestView, snapshot: Snapshot, params: Params) -> Decision
     if params.loads and snapshot.features.load and case.held:
         choice = _best_load(case, choice, loads)
     position = choice.position
-    own = int(case.own[position])
+    own = case.owners.get(position, 0)
     plan = build_plan(snapshot, params, case.held, choice.price, choice.source, position, own)
     return Decision(
         request_id=request.request_id,
@@ -125,7 +129,7 @@ def decide(request: RequestView, snapshot: Snapshot, params: Params) -> Decision
         position=position,
         plan=plan,
         price_ns=round(choice.price.ttft_ns),
-        own=case.own,
+        owners=case.owners,
         wait=case.wait,
         redo=case.redo,
         loads=tuple(loads),
@@ -183,22 +187,16 @@ def _with_harm(case: _Case, times: Floats, gpu: Floats) -> Floats:
 def _open_case(request: RequestView, snapshot: Snapshot, params: Params) -> _Case:
     columns = snapshot.columns
     held = holdings(request, snapshot)
-    block_tokens = snapshot.footprint.block_tokens
     owners = {holding.position: holding.blocks for holding in held}
-    own = np.zeros(len(columns))
-    for position, blocks in owners.items():
-        own[position] = blocks
     wait = open_waits(request, snapshot, params.costs)
-    own_tokens = {position: blocks * block_tokens for position, blocks in owners.items()}
     return _Case(
         request=request,
         snapshot=snapshot,
         params=params,
         held=held,
-        own=own,
         owners=owners,
         wait=wait,
-        redo=cost.redo_ns(columns, request.prompt_tokens, own_tokens),
+        redo=cost.redo_ns(columns, request.prompt_tokens, owners, snapshot.footprint.block_tokens),
         crowd=None if params.harm.zero else crowds(snapshot, params.harm, wait),
         ticket=zlib.crc32(request.request_id.encode()),
     )
@@ -207,7 +205,7 @@ def _open_case(request: RequestView, snapshot: Snapshot, params: Params) -> _Cas
 def _best_redo(case: _Case) -> _Choice:
     columns = case.snapshot.columns
     score = _with_harm(case, case.wait + case.redo, case.redo)
-    least = float(score.min())
+    least = score.item(score.argmin())
     if least == math.inf:
         raise nobody(case.request, case.snapshot)
     tied = (score == least).nonzero()[0]
@@ -218,15 +216,15 @@ def _best_redo(case: _Case) -> _Choice:
     if len(tied) > 1:
         tied = tied[np.argmin((columns.rank[tied] - case.ticket) % len(columns))][None]
     position = int(tied[0])
-    wait, redo = float(case.wait[position]), float(case.redo[position])
-    price = cost.price_redo(wait, redo, int(case.own[position]))
-    return _Choice(least, redo, float(columns.requests[position]), _turn(case, position), position, price, None)
+    wait, redo = case.wait.item(position), case.redo.item(position)
+    price = cost.price_redo(wait, redo, case.owners.get(position, 0))
+    return _Choice(least, redo, columns.requests.item(position), _turn(case, position), position, price, None)
 
 
 def _turn(case: _Case, position: int) -> int:
     """Place of the worker in this request's order: key order, rotated by the ticket."""
     size = len(case.snapshot.workers)
-    return (int(case.snapshot.columns.rank[position]) - case.ticket) % size
+    return (case.snapshot.columns.rank.item(position) - case.ticket) % size
 
 
 def _best_load(case: _Case, choice: _Choice, loads: list[LoadPrice]) -> _Choice:
@@ -256,10 +254,13 @@ def _best_from(
     holding = source.holding
     link = snapshot.links.best(holding.tier)
     rest = rest_ns(fleet, holding.blocks)
-    bounds = load_bound(fleet, rest, holding.blocks, source.backlog_ns, link, split=snapshot.features.split)
-    bounds = _with_harm(case, bounds, rest)
-    floor = float(bounds.min())
-    bound = floor
+    split = snapshot.features.split
+    loose = load_bound(fleet, rest, holding.blocks, source.backlog_ns, link, split=split, tight=False)
+    bounds = _with_harm(case, loose, rest)
+    if np.count_nonzero(bounds < choice.score) > LOOSE_PAIRS:
+        tight = load_bound(fleet, rest, holding.blocks, source.backlog_ns, link, split=split, tight=True)
+        bounds = _with_harm(case, tight, rest)
+    floor = bound = bounds.item(bounds.argmin())
     while bound < math.inf and (bound < choice.score or len(loads) < params.priced_pairs):
         position = _first(case, bounds, bound)
         bounds[position] = math.inf
@@ -269,7 +270,7 @@ def _best_from(
             offer = _offer(case, position, holding, price)
             if offer[:4] < choice[:4]:
                 choice = offer
-        bound = float(bounds.min())
+        bound = bounds.item(bounds.argmin())
     return choice, floor
 
 
@@ -294,8 +295,8 @@ def _first(case: _Case, bounds: Floats, least: float) -> int:
 def _offer(case: _Case, position: int, source: Holding, price: Price) -> _Choice:
     score = price.ttft_ns
     if case.crowd is not None:
-        score += harm_ns(case.params.harm, price.gpu_ns, float(case.crowd[position]))
-    requests = float(case.snapshot.columns.requests[position])
+        score += harm_ns(case.params.harm, price.gpu_ns, case.crowd.item(position))
+    requests = case.snapshot.columns.requests.item(position)
     return _Choice(score, price.gpu_ns, requests, _turn(case, position), position, price, source)
 
 
@@ -303,7 +304,6 @@ def _fleetwide(case: _Case) -> Fleetwide:
     columns = case.snapshot.columns
     return Fleetwide(
         columns=columns,
-        own=case.own,
         owners=case.owners,
         wait=case.wait,
         backlog_in=columns.in_free_ns - case.snapshot.now_ns,
@@ -315,40 +315,52 @@ def _fleetwide(case: _Case) -> Fleetwide:
 def _sources(case: _Case) -> list[_Source]:
     """Holders that may be read, best bound first: the least wait and the start of a load, whichever is later, then
     what the holder lacks on the fastest worker."""
-    snapshot, columns, total = case.snapshot, case.snapshot.columns, case.request.prompt_tokens
-    wait = float(case.wait.min())
-    harm = case.params.harm
+    snapshot, columns = case.snapshot, case.snapshot.columns
+    now_ns, split = snapshot.now_ns, snapshot.features.split
+    wait = case.wait.item(case.wait.argmin())
+    readable, out_free_ns, rank = columns.holder.item, columns.out_free_ns.item, columns.rank.item
+    ahead: dict[tuple[int, Tier], tuple[float, float]] = {}
     sources = []
     for holding in case.held:
-        if not columns.holder[holding.position]:
+        position, blocks, tier = holding
+        if not readable(position):
             continue
-        cached = holding.blocks * snapshot.footprint.block_tokens
-        rest = snapshot.fastest.time_ns(total - cached, cached)
-        backlog = max(float(columns.out_free_ns[holding.position]) - snapshot.now_ns, 0.0)
-        start = wait
-        if not snapshot.features.split:
-            start = max(wait, backlog + snapshot.links.best(holding.tier).alpha_ns)
-        bound = start + rest + min(rest, harm.cap_ns) * harm.base
-        sources.append(_Source(bound, backlog, int(columns.rank[holding.position]), holding))
-    sources.sort(key=lambda source: source[:3])
+        known = ahead.get((blocks, tier))
+        if known is None:
+            known = ahead[blocks, tier] = _ahead(case, blocks, tier)
+        rest, alpha_ns = known
+        backlog = out_free_ns(position) - now_ns
+        backlog = max(backlog, 0.0)
+        start = wait if split or backlog + alpha_ns < wait else backlog + alpha_ns
+        sources.append(_Source(start + rest, backlog, rank(position), holding))
+    sources.sort(key=itemgetter(0, 1, 2))
     return sources
+
+
+def _ahead(case: _Case, blocks: int, tier: Tier) -> tuple[float, float]:
+    """The least score of what a holder of ``blocks`` leaves to compute, and the least latency of its tier."""
+    snapshot, harm = case.snapshot, case.params.harm
+    cached = blocks * snapshot.footprint.block_tokens
+    rest = snapshot.fastest.time_ns(case.request.prompt_tokens - cached, cached)
+    return rest + min(rest, harm.cap_ns) * harm.base, snapshot.links.best(tier).alpha_ns
 
 
 def _make_pair(case: _Case, position: int, source: Holding, backlog_out: float) -> Pair:
     snapshot, columns = case.snapshot, case.snapshot.columns
     key = snapshot.workers[source.position].key
     row: LinkRow = snapshot.links.row(key.worker_id, source.tier, snapshot.now_ns)
+    t0_ns, token_ns, pair_ns = columns.curves[:, position].tolist()
     return Pair(
-        wait_ns=float(case.wait[position]),
-        redo_ns=float(case.redo[position]),
-        own_blocks=int(case.own[position]),
+        wait_ns=case.wait.item(position),
+        redo_ns=case.redo.item(position),
+        own_blocks=case.owners.get(position, 0),
         held_blocks=source.blocks,
         total_tokens=case.request.prompt_tokens,
-        backlog_ns=max(backlog_out, float(columns.in_free_ns[position]) - snapshot.now_ns),
-        alpha_ns=float(row.alpha_ns[position]),
-        byte_ns=float(row.byte_ns[position]),
+        backlog_ns=max(backlog_out, columns.in_free_ns.item(position) - snapshot.now_ns),
+        alpha_ns=row.alpha_ns.item(position),
+        byte_ns=row.byte_ns.item(position),
         failure=snapshot.failures.probability(key, snapshot.now_ns),
-        t0_ns=float(columns.t0_ns[position]),
-        token_ns=float(columns.token_ns[position]),
-        pair_ns=float(columns.pair_ns[position]),
+        t0_ns=t0_ns,
+        token_ns=token_ns,
+        pair_ns=pair_ns,
     )

@@ -20,7 +20,7 @@ from router.signals import RequestView
 
 MAX_RECORD_BYTES = 256 * 1024 * 1024
 _RECORD_OVERHEAD_BYTES = 1024
-_BYTES_PER_WORKER = 3 * 8
+_BYTES_PER_WORKER = 2 * 8
 _CANDIDATES_SHOWN = 12
 
 
@@ -78,7 +78,7 @@ class DecisionRecord:
 
     def _candidate(self, worker: WorkerKey, position: int, kind: PlanKind, price: float) -> Candidate:
         decision = self.decision
-        own = int(decision.own[position])
+        own = decision.owners.get(position, 0)
         return Candidate(worker, kind, round(price), round(float(decision.wait[position])), own, None, own)
 
     def runner_up(self) -> Candidate | None:

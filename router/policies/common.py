@@ -78,7 +78,7 @@ def gather(request: RequestView, snapshot: Snapshot, costs: Costs) -> Facts:
     candidates = [i for i in order if wait[i] < np.inf]
     if not candidates:
         raise nobody(request, snapshot)
-    own_tokens = {holding.position: holding.blocks * block_tokens for holding in held}
+    owners = {holding.position: holding.blocks for holding in held}
     return Facts(
         request=request,
         snapshot=snapshot,
@@ -86,7 +86,7 @@ def gather(request: RequestView, snapshot: Snapshot, costs: Costs) -> Facts:
         held=held,
         own=own,
         wait=wait,
-        redo=cost.redo_ns(columns, request.prompt_tokens, own_tokens),
+        redo=cost.redo_ns(columns, request.prompt_tokens, owners, block_tokens),
     )
 
 
@@ -140,7 +140,7 @@ class Rule:
             position=position,
             plan=plan,
             price_ns=round(price.ttft_ns),
-            own=facts.own,
+            owners={holding.position: holding.blocks for holding in facts.held},
             wait=facts.wait,
             redo=facts.redo,
             loads=() if source is None else (LoadPrice(position, source, price),),
