@@ -179,6 +179,14 @@ class Port:
         """Prepare to block on `event_fd`; False when there is something to do first."""
         return bool(self._worker.arm())
 
+    def close(self) -> None:
+        """Destroy the worker. Its connections must be closed and dropped, and their operations over, before."""
+        buffers = [operation.buffer for operation in (*self._fetching, *self._strays)]
+        self._fetching.clear()
+        self._strays.clear()
+        self._worker = None  # destroying it may still move bytes into what was arriving
+        del buffers
+
     def _probe(self) -> None:
         for _ in range(PROBES_PER_STEP):
             probe = self._worker.tag_probe(_ANY_TAG, _ANY_MASK, True)

@@ -7,6 +7,7 @@ microseconds when something is, and is woken by an eventfd for commands of other
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import select
@@ -57,7 +58,9 @@ class ProgressLoop:
         self._spin_ns = spin_ns
         self._clock_ns = clock_ns
         self._commands: deque[Command] = deque()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Closed with this object, not with the thread: a late `post` must not write into a reused descriptor.
+        self._wake_file = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")
+        self._wake_fd = self._wake_file.fileno()
         self._sleeping = False
         self._stopping = False
         self._exited = False
@@ -103,6 +106,8 @@ class ProgressLoop:
             self._abandon(error)
         self._exited = True
         self._run_commands(self._clock_ns())
+        for port in self._fabric.ports:
+            port.close()
 
     def _loop(self) -> None:
         with select.epoll() as poller:
