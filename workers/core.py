@@ -29,7 +29,7 @@ from workers.block_table import BlockTable
 from workers.bridge import Bridge
 from workers.engine.base import Engine
 from workers.engine_loop import EngineLoop, LoopParts, Sink
-from workers.flights import Flights
+from workers.flights import Flights, open_ended
 from workers.gate import Gate
 from workers.ports import Loader, Publisher
 from workers.queue_load import queue_load
@@ -151,8 +151,7 @@ class WorkerCore:
             raise UnavailableError(f"worker {self._parts.key} drains and takes no new requests; use another worker")
         self._require_servable(request)
         table = BlockTable(self._parts.namespace_for(request.tenant).root(), self._block_tokens)
-        if not self._flights.can_load:
-            plan = replace(plan, loads=())
+        plan = open_ended(plan) if self._flights.can_load else replace(plan, loads=())
         now_ns = self._parts.clock_ns()
         self._loop.admit(Sequence(request, plan, decision_id, table, now_ns, now_ns + request.timeout_ns), sink)
 

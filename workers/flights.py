@@ -18,9 +18,9 @@ from workers.scheduler import Scheduler
 from workers.sequence import Sequence
 from workers.step import LoadOrder
 
-MAX_PIECES = 8
-MIN_PIECE_BLOCKS = 4
-"""Pieces of a tail-first load: fine enough to meet the front, coarse enough to keep the link busy."""
+MIN_PIECE_BLOCKS = 2
+PIECE_DIVISOR = 3
+"""A piece of a tail-first load is at most this part of its distance from the expected meeting point."""
 
 
 @dataclass(slots=True)
@@ -130,15 +130,39 @@ class Flights:
         tally.load_ns = max(0, (progress.finished_ns or progress.started_ns) - progress.started_ns)
 
 
+def open_ended(plan: Plan) -> Plan:
+    """A split with one more slice, from the front of the chain to where its loads begin; any other plan unchanged.
+
+    The load comes from the end and stops where it meets the computed front. Where they meet is then decided by how fast
+    both really are, not by what the router expected: a link ten times faster is used, and nothing is lost on a slower
+    one. A holder has a prefix, so who is asked for the middle can be asked for the front as well.
+    """
+    if plan.kind is not PlanKind.SPLIT or not plan.loads:
+        return plan
+    first = min(plan.loads, key=lambda part: part.start)
+    if not first.start:
+        return plan
+    planned_blocks = sum(part.stop - part.start for part in plan.loads)
+    expected_ns = plan.predicted_load_ns * (planned_blocks + first.start) // max(1, planned_blocks)
+    front = replace(first, start=0, stop=first.start)
+    return replace(plan, loads=(front, *plan.loads), predicted_load_ns=expected_ns)
+
+
 def tail_first(plan: Plan) -> Plan:
     """The same loads in pieces from the end of the chain to its front, so that they meet the computed front.
 
     Reads of one link take turns in the order in which they start, so the pieces arrive in this order; inside a piece
-    blocks stay ascending and neighbours travel as one message.
+    blocks stay ascending and neighbours travel as one message. Where both ends are expected to meet, at the end of the
+    first slice, pieces are fine, because the last one is waited for whole; away from there they are coarse.
     """
+    slices = sorted(plan.loads, key=lambda part: -part.start)
+    meeting = slices[-1].stop
     pieces: list[LoadSlice] = []
-    for part in plan.loads:
-        size = max(MIN_PIECE_BLOCKS, -(-(part.stop - part.start) // MAX_PIECES))
-        starts = range(part.start, part.stop, size)
-        pieces += [replace(part, start=start, stop=min(start + size, part.stop)) for start in starts]
-    return replace(plan, loads=tuple(sorted(pieces, key=lambda piece: -piece.start)))
+    for part in slices:
+        stop = part.stop
+        while stop > part.start:
+            size = max(MIN_PIECE_BLOCKS, abs(stop - meeting) // PIECE_DIVISOR)
+            start = max(part.start, stop - size)
+            pieces.append(replace(part, start=start, stop=stop))
+            stop = start
+    return replace(plan, loads=tuple(pieces))

@@ -7,7 +7,7 @@ from kvpool.reports import PrefillSample, RequestOutcome, WorkerLoad
 from kvpool.types import BlockId, RequestId, Tier, WorkerEpoch, WorkerId, WorkerKey
 from tests.worker_support import RecordingPublisher, make_request, namespace
 from workers.block_table import BlockTable, PageState
-from workers.flights import MAX_PIECES, tail_first
+from workers.flights import open_ended, tail_first
 from workers.queue_load import queue_load
 from workers.reporter import BUSY_NS, IDLE_NS, MAX_PENDING, URGENT_NS, Reporter
 from workers.sequence import Sequence
@@ -114,11 +114,25 @@ def test_a_preemption_before_the_first_token_starts_the_count_again() -> None:
     assert (stats.tokens_cached, stats.tokens_loaded, stats.tokens_redone, stats.preemptions) == (0, 0, 22, 1)
 
 
+def split(*bounds: tuple[int, int], predicted_load_ns: int = 0) -> Plan:
+    slices = tuple(LoadSlice(start, stop, KEY, "memory", b"", Tier.HOST) for start, stop in bounds)
+    return Plan(PlanKind.SPLIT, slices, predicted_load_ns=predicted_load_ns)
+
+
 def test_a_split_loads_in_pieces_from_the_end_and_covers_everything_once() -> None:
-    slices = tuple(LoadSlice(start, stop, KEY, "memory", b"", Tier.HOST) for start, stop in ((3, 40), (40, 95)))
-    pieces = tail_first(Plan(PlanKind.SPLIT, slices)).loads
-    assert [piece.start for piece in pieces] == sorted((piece.start for piece in pieces), reverse=True)
-    covered = sorted(index for piece in pieces for index in range(piece.start, piece.stop))
-    assert covered == list(range(3, 95))
-    assert len(pieces) <= 2 * MAX_PIECES
-    assert all(piece.holder == KEY for piece in pieces)
+    pieces = tail_first(split((0, 40), (40, 70), (70, 200))).loads
+    starts = [piece.start for piece in pieces]
+    assert starts == sorted(starts, reverse=True)
+    assert sorted(index for piece in pieces for index in range(piece.start, piece.stop)) == list(range(200))
+    assert len(pieces) < 40
+    sizes = {piece.start: piece.stop - piece.start for piece in pieces}
+    assert max(sizes.values()) == sizes[starts[0]] == 53, "coarse at the far end"
+    assert max(sizes[start] for start in starts if 35 <= start < 45) == 2, "fine where both ends meet"
+
+
+def test_a_split_may_grow_to_the_front_and_its_expectation_with_it() -> None:
+    made = open_ended(split((30, 40), (40, 60), predicted_load_ns=300))
+    assert [(part.start, part.stop) for part in made.loads] == [(0, 30), (30, 40), (40, 60)]
+    assert made.predicted_load_ns == 600
+    for unchanged in (split((0, 5)), Plan(PlanKind.LOAD, made.loads), REDO):
+        assert open_ended(unchanged) is unchanged
