@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from hashlib import blake2b
 
@@ -85,3 +85,15 @@ def iter_block_hashes(tokens: Sequence[int], parent: BlockHash, block_tokens: in
             blake2b(parent + raw[start : start + step], digest_size=BLOCK_HASH_BYTES, person=_PERSON).digest()
         )
         yield parent
+
+
+def set_digest(hashes: Iterable[BlockHash]) -> str:
+    """Digest of a set of distinct block hashes, whatever their order: ``count:xor`` in hexadecimal.
+
+    Two holders of equal digests hold the same blocks: the hashes are themselves outputs of a cryptographic hash.
+    """
+    count, mixed = 0, 0
+    for item in hashes:
+        count += 1
+        mixed ^= int.from_bytes(item)
+    return f"{count}:{mixed:0{2 * BLOCK_HASH_BYTES}x}"

@@ -125,6 +125,11 @@ class RouterActor:
             status = self._core.status()
         return {**status, "metadata": self._watcher.status()}
 
+    async def audit(self) -> dict[str, str]:
+        """For every member, a digest of the blocks that this router believes it holds; see `WorkerActor.audit`."""
+        digests = await asyncio.to_thread(self._watcher.digests)
+        return {str(key): digest for key, digest in digests.items()}
+
     async def pid(self) -> int:
         """Process id, for operators and fault injection."""
         return os.getpid()

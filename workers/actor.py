@@ -17,11 +17,13 @@ from typing import Any
 
 import ray
 
-from kvpool.errors import KVPoolError, RequestError, UnavailableError
+from kvpool.errors import InvariantViolation, KVPoolError, RequestError, UnavailableError
+from kvpool.hashing import set_digest
 from kvpool.plan import Route
 from kvpool.request import GenerateRequest, TokenChunk
 from kvpool.tokenizer import TokenizerFiles
-from kvpool.types import RequestId, WorkerEpoch, WorkerKey
+from kvpool.transport.shaping import LinkShape, ShapingTransport
+from kvpool.types import RequestId, WorkerEpoch, WorkerId, WorkerKey
 from workers.assemble import AssembledWorker, WorkerReady, WorkerSpec, assemble_worker
 
 MAX_CONCURRENT_CALLS = 1000
@@ -102,6 +104,46 @@ class WorkerActor:
     async def pid(self) -> int:
         """Process id, for operators and fault injection."""
         return os.getpid()
+
+    async def audit(self) -> dict[str, Any]:
+        """What this worker really holds and whether its books balance, for operators and fault injection.
+
+        Returns:
+            ``digest`` (`kvpool.hashing.set_digest` of what peers can read), ``broken`` (the invariant that does not
+            hold, or None), and of the status what must be zero at rest.
+        """
+        return await asyncio.to_thread(self._audit)
+
+    def _audit(self) -> dict[str, Any]:
+        core = self._worker().core
+        broken = None
+        try:
+            core.check()
+        except InvariantViolation as error:
+            broken = str(error)
+        status = core.status()
+        return {
+            "key": str(self._key),
+            "digest": set_digest(core.held_hashes()),
+            "broken": broken,
+            "active": status["running"] + status["waiting"] + status["loads_in_flight"],
+            "failures": status["failures"],
+        }
+
+    async def shape_link(self, peer: WorkerId, shape: LinkShape) -> None:
+        """Make the links to and from a peer behave like ``shape`` from now on; for fault injection.
+
+        Raises:
+            RequestError: this worker's transport was not chosen with the prefix ``shaped:``.
+        """
+        transport = self._worker().transport
+        if not isinstance(transport, ShapingTransport):
+            raise RequestError(
+                f"worker {self._key} runs the plain transport {transport.name!r}; start it with "
+                f"transport = 'shaped:{transport.name}' to shape its links",
+                field="transport",
+            )
+        transport.shape(peer, shape)
 
     async def drain(self) -> None:
         """Take no new requests; running ones finish."""

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 
 from kvpool.errors import KVPoolError, UnavailableError
+from kvpool.hashing import set_digest
 from kvpool.metadata import wire
 from kvpool.metadata.client import Endpoint, check_endpoints
 from kvpool.metadata.events import Delta, MemberChanged, MemberGone, MemberView, Reported
@@ -119,6 +120,20 @@ class MetadataWatcher:
         """
         with self._lock:
             return self._view.prefixes(chain, group=group)
+
+    def digests(self) -> dict[WorkerKey, str]:
+        """For every member, `kvpool.hashing.set_digest` of the blocks the copy says it holds in any tier.
+
+        Holds the lock while it reads the whole copy: for audits at rest, not for every day.
+        """
+        with self._lock:
+            held: dict[WorkerKey, set[BlockHash]] = {member.info.key: set() for member in self._view.members}
+            for part in self._view.index.dump():
+                for placement in part:
+                    for key, _, incoming in placement.holders:
+                        if not incoming and key in held:
+                            held[key].update(placement.hashes)
+        return {key: set_digest(hashes) for key, hashes in held.items()}
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait for the first complete copy; False when the time is over."""

@@ -6,6 +6,8 @@ from kvpool.errors import ConfigError
 from kvpool.transport.base import Transport
 
 TRANSPORTS = ("ucx", "memory")
+SHAPED = "shaped:"
+"""Prefix of a name: the same transport with links that can be made slow, lossy or corrupt, for fault runs."""
 
 
 def create_transport(name: str) -> Transport:
@@ -15,6 +17,10 @@ def create_transport(name: str) -> Transport:
         ConfigError: no transport has this name.
         KVPoolError: the library is there but cannot be initialised.
     """
+    if name.startswith(SHAPED):
+        from kvpool.transport.shaping import ShapingTransport
+
+        return ShapingTransport(create_transport(name.removeprefix(SHAPED)))
     if name == "memory":
         from kvpool.transport.memory import MemoryTransport
 
