@@ -229,10 +229,11 @@ def _turn(case: _Case, position: int) -> int:
 
 def _best_load(case: _Case, choice: _Choice, loads: list[LoadPrice]) -> _Choice:
     """Price pairs in the order of their bounds until none can beat the choice; appends what was priced."""
-    fleet = _fleetwide(case)
+    sources = _sources(case)
     floors: dict[tuple[int, Tier], float] = {}
+    fleet: Fleetwide | None = None
     tried = 0
-    for source in _sources(case):
+    for source in sources:
         enough = len(loads) >= case.params.priced_pairs
         if enough and (source.bound >= choice.score or tried == MAX_HOLDERS):
             break
@@ -241,9 +242,20 @@ def _best_load(case: _Case, choice: _Choice, loads: list[LoadPrice]) -> _Choice:
         if enough and floors.get(group, 0.0) >= choice.score:
             continue
         tried += 1
+        fleet = fleet or _fleetwide(case)
         choice, floor = _best_from(case, fleet, source, choice, loads)
         floors.setdefault(group, floor)
+    if sources and not loads:
+        _show_load(case, choice.position, sources[0], loads)
     return choice
+
+
+def _show_load(case: _Case, position: int, source: _Source, loads: list[LoadPrice]) -> None:
+    """For the record: what loading to the chosen worker would have cost."""
+    pair = _make_pair(case, position, source.holding, source.backlog_ns)
+    price = cost.price_load(pair, case.snapshot.footprint, case.params.costs)
+    if price is not None:
+        loads.append(LoadPrice(position, source.holding, price))
 
 
 def _best_from(
@@ -313,36 +325,59 @@ def _fleetwide(case: _Case) -> Fleetwide:
 
 
 def _sources(case: _Case) -> list[_Source]:
-    """Holders that may be read, best bound first: the least wait and the start of a load, whichever is later, then
-    what the holder lacks on the fastest worker."""
+    """Holders that may be read, best bound first.
+
+    The bound of a holder, for a worker with the fastest curve, the best link and the longest prefix that is shorter
+    than the holder's: the whole load, or, since the price of a partial load lies above the chord between its ends,
+    the redo that starts when the load does, less one block.
+    """
     snapshot, columns = case.snapshot, case.snapshot.columns
     now_ns, split = snapshot.now_ns, snapshot.features.split
     wait = case.wait.item(case.wait.argmin())
     readable, out_free_ns, rank = columns.holder.item, columns.out_free_ns.item, columns.rank.item
-    ahead: dict[tuple[int, Tier], tuple[float, float]] = {}
+    known: dict[tuple[int, Tier], _Ahead] = {}
     sources = []
     for holding in case.held:
         position, blocks, tier = holding
         if not readable(position):
             continue
-        known = ahead.get((blocks, tier))
-        if known is None:
-            known = ahead[blocks, tier] = _ahead(case, blocks, tier)
-        rest, alpha_ns = known
-        backlog = out_free_ns(position) - now_ns
-        backlog = max(backlog, 0.0)
-        start = wait if split or backlog + alpha_ns < wait else backlog + alpha_ns
-        sources.append(_Source(start + rest, backlog, rank(position), holding))
+        ahead = known.get((blocks, tier))
+        if ahead is None:
+            ahead = known[blocks, tier] = _look_ahead(case, blocks, tier)
+        backlog = max(0.0, out_free_ns(position) - now_ns)
+        if split:
+            bound = wait + ahead.rest
+        else:
+            start = backlog + ahead.latency
+            bound = min(max(wait, start + ahead.transfer) + ahead.rest, max(wait, start) + ahead.redo)
+        sources.append(_Source(bound, backlog, rank(position), holding))
     sources.sort(key=itemgetter(0, 1, 2))
     return sources
 
 
-def _ahead(case: _Case, blocks: int, tier: Tier) -> tuple[float, float]:
-    """The least score of what a holder of ``blocks`` leaves to compute, and the least latency of its tier."""
-    snapshot, harm = case.snapshot, case.params.harm
-    cached = blocks * snapshot.footprint.block_tokens
-    rest = snapshot.fastest.time_ns(case.request.prompt_tokens - cached, cached)
-    return rest + min(rest, harm.cap_ns) * harm.base, snapshot.links.best(tier).alpha_ns
+class _Ahead(NamedTuple):
+    """Least times of a load of some length: until its first byte, from there to its last, and what the GPU computes
+    after all of it, or after its first block only. GPU times include the harm that is always there."""
+
+    latency: float
+    transfer: float
+    rest: float
+    redo: float
+
+
+def _look_ahead(case: _Case, blocks: int, tier: Tier) -> _Ahead:
+    snapshot, harm, total = case.snapshot, case.params.harm, case.request.prompt_tokens
+    footprint, link = snapshot.footprint, snapshot.links.best(tier)
+    own = max((other for other in case.owners.values() if other < blocks), default=0)
+    cached, first = blocks * footprint.block_tokens, min(blocks, own + 1) * footprint.block_tokens
+    rest = snapshot.fastest.time_ns(total - cached, cached)
+    always = min(rest, harm.cap_ns) * harm.base
+    return _Ahead(
+        latency=link.alpha_ns + footprint.fixed_bytes * link.byte_ns,
+        transfer=(blocks - own) * footprint.block_bytes * link.byte_ns,
+        rest=rest + always,
+        redo=snapshot.fastest.time_ns(total - first, first) + always,
+    )
 
 
 def _make_pair(case: _Case, position: int, source: Holding, backlog_out: float) -> Pair:

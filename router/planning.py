@@ -61,7 +61,7 @@ class Params:
     deadline_factor: float = 3.0
     min_deadline_ns: float = 1e9
     min_stall_ns: float = 1e9
-    priced_pairs: int = 1
+    priced_pairs: int = 0
 
 
 class Transfer(NamedTuple):

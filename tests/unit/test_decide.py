@@ -155,6 +155,11 @@ def test_only_pairs_that_might_win_are_priced() -> None:
     assert made.worker == key(49)
     assert made.holders == 50
     assert made.loads == ()
+    beside = decide(
+        request(), snapshot([Worker(0), Worker(1, blocks=5, wait_ns=S)], links=LinkCurve(1.0 * S, 1.0)), PARAMS
+    )
+    assert beside.plan.kind is PlanKind.REDO
+    assert [item.position for item in beside.loads] == [0]  # what loading there would have cost
     shown = decide(request(), snapshot(workers), Params(priced_pairs=4))
     assert len(shown.loads) == 4
     assert shown.worker == key(49)

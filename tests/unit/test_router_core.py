@@ -176,15 +176,15 @@ def test_failures_are_counted_by_kind_and_link_and_raise_the_price_of_the_holder
 def test_explain_shows_every_price_and_later_the_outcome() -> None:
     core, directory, _ = make_core()
     directory.held[key(1)] = {Tier.DEVICE: 90}
+    core.on_report(report(1, 1, WorkerLoad(waiting_requests=1, queued_prefill_tokens=100)))
     route = core.route(meta("r"))
     text = "\n".join(core.explain(RequestId("r")))
     assert "w000@1" in text
     assert "w002@1" in text
-    assert "load 90 blocks from w001@1" in text
     assert "from 1 holders" in text
     assert "not reported yet" in text
     outcome = RequestOutcome(RequestId("r"), route.decision_id, route.worker_id, 30 * MS, 1440, 0, 160, 0, 0, 0)
-    core.on_report(report(1, 1, outcomes=(outcome,)))
+    core.on_report(report(1, 2, outcomes=(outcome,)))
     text = "\n".join(core.explain(RequestId("r")))
     assert "first token after 30.0 ms" in text
     assert "runner-up" in text
@@ -200,7 +200,7 @@ def test_records_and_status_and_learned_state_are_json() -> None:
     record = core.record(RequestId("r"))
     assert record is not None
     data = json.loads(json.dumps(record.to_dict()))
-    assert len(data["candidates"]) == 4  # three redo, one load
+    assert len(data["candidates"]) == 3  # redo everywhere; a load to the holder makes no sense
     assert json.loads(json.dumps(core.status()))["decisions"] == {"redo": 1}
     saved = json.loads(json.dumps(core.learned()))
     fresh, _, _ = make_core()
