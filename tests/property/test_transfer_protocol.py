@@ -421,3 +421,31 @@ def test_without_faults_every_read_is_done(seed: int) -> None:
         while not task.done():
             world.step()
         assert task.state is ReadState.DONE
+
+
+def test_what_a_fence_holds_does_not_starve_other_peers() -> None:
+    world = World(1)
+    for name in ("drop", "double", "cut", "flip", "die"):
+        setattr(world.faults, name, 0)
+    world.faults.stuck = 1
+    world.reader._options = UcxOptions(max_run_bytes=4 * BLOCK, process_window_bytes=4 * BLOCK)
+    world.start_read()
+    stuck = world.tasks[0]
+    while not world.net.landing:
+        world.step()
+    world.net.stopped = True
+    while not world.reader._fencing:
+        world.step()
+    world.net.stopped = False
+    wants = (BlockWant(name_of(1), 3 * BLOCKS * BLOCK - BLOCK),)
+    task = ReadTask(
+        ReadRequest(Peer(HOLDER, b"server"), wants, 2000 * MS, 500 * MS), BLOCK, lambda: world.now_ns, lambda _: None
+    )
+    world.lane_of[id(task)] = 2
+    world.tasks.append(task)
+    world.free_lanes.remove(2)
+    world.reader.submit(task, world.now_ns)
+    while not task.done():
+        world.step()
+    assert task.state is ReadState.DONE, task.error
+    assert not stuck.done()

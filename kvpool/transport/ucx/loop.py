@@ -7,12 +7,12 @@ microseconds when something is, and is woken by an eventfd for commands of other
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import select
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -59,8 +59,8 @@ class ProgressLoop:
         self._clock_ns = clock_ns
         self._commands: deque[Command] = deque()
         # Closed with this object, not with the thread: a late `post` must not write into a reused descriptor.
-        self._wake_file = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")
-        self._wake_fd = self._wake_file.fileno()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._wake_fd)
         self._sleeping = False
         self._stopping = False
         self._exited = False

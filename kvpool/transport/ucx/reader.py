@@ -136,7 +136,6 @@ class ReaderHalf:
         self._fencing: list[Link] = []
         self._sends: list[Operation] = []
         self._sequences = itertools.count(1)
-        self._in_flight_bytes = 0
         self._grant_due = False
         self._next_tick_ns = 0
         self.reads = self.reads_failed = self.blocks_read = self.bytes_read = self.corrupt_blocks = 0
@@ -210,8 +209,8 @@ class ReaderHalf:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Granted and not yet arrived."""
-        return self._in_flight_bytes
+        """Granted and not yet arrived, quarantined bytes included."""
+        return sum(link.in_flight_bytes for link in (*self._links.values(), *self._fencing))
 
     def step(self, now_ns: int) -> bool:
         """Collect what arrived, grant what fits, look at the timers. True when something happened."""
@@ -351,7 +350,8 @@ class ReaderHalf:
             return False
         size = pull.runs[pull.granted].blocks * self._block_bytes
         fits_link = link.in_flight_bytes == 0 or link.in_flight_bytes + size <= self._options.link_window_bytes
-        total = self._in_flight_bytes
+        # What a fence still holds is not on its way any more and must not starve the living links.
+        total = sum(other.in_flight_bytes for other in self._links.values())
         return fits_link and (total == 0 or total + size <= self._options.process_window_bytes)
 
     def _post(self, link: Link, pull: OpenPull) -> None:
@@ -362,7 +362,6 @@ class ReaderHalf:
         operation = link.connection.receive(self._segment[start : start + size], data_tag(pull.sequence, pull.granted))
         link.posted.append(PostedRun(operation, pull, run, size))
         link.in_flight_bytes += size
-        self._in_flight_bytes += size
         pull.granted += 1
         pull.open_runs += 1
 
@@ -389,7 +388,6 @@ class ReaderHalf:
         failed: list[tuple[PostedRun, KVPoolError]] = []
         for posted in finished:
             link.in_flight_bytes -= posted.run_bytes
-            self._in_flight_bytes -= posted.run_bytes
             error = posted.operation.error()
             if error is not None:
                 failed.append((posted, error))
@@ -488,6 +486,7 @@ class ReaderHalf:
         link.broken_ns = now_ns
         self._links.pop(link.peer.key, None)
         self._fencing.append(link)
+        self._grant_due = True
         for reading in link.readings:  # before anything completes: what ends from here on ends with this reason
             reading.note_give_up(error, now_ns)
         with contextlib.suppress(KVPoolError):  # then its receives stay open, and its reads quarantined
