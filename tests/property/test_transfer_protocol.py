@@ -428,7 +428,7 @@ def test_what_a_fence_holds_does_not_starve_other_peers() -> None:
     for name in ("drop", "double", "cut", "flip", "die"):
         setattr(world.faults, name, 0)
     world.faults.stuck = 1
-    world.reader._options = UcxOptions(max_run_bytes=4 * BLOCK, process_window_bytes=4 * BLOCK)
+    world.reader._options = UcxOptions(process_window_bytes=BLOCK)
     world.start_read()
     stuck = world.tasks[0]
     while not world.net.landing:
