@@ -29,7 +29,7 @@ from router import cost
 from router.bounds import Fleetwide, load_bound, rest_ns
 from router.cost import Costs, Pair, Price
 from router.planning import Harm, Params, Promise, build_plan, build_promise
-from router.signals import Floats, Holding, LinkRow, RequestView, Snapshot, holdings
+from router.signals import Floats, Holding, RequestView, Snapshot, holdings
 
 LOOSE_PAIRS = 3
 """With more pairs than this below the best score, a tighter bound is cheaper than pricing them all."""
@@ -383,7 +383,8 @@ def _look_ahead(case: _Case, blocks: int, tier: Tier) -> _Ahead:
 def _make_pair(case: _Case, position: int, source: Holding, backlog_out: float) -> Pair:
     snapshot, columns = case.snapshot, case.snapshot.columns
     key = snapshot.workers[source.position].key
-    row: LinkRow = snapshot.links.row(key.worker_id, source.tier, snapshot.now_ns)
+    reader = snapshot.workers[position].key.worker_id
+    link = snapshot.links.curve(key.worker_id, reader, source.tier, snapshot.now_ns)
     t0_ns, token_ns, pair_ns = columns.curves[:, position].tolist()
     return Pair(
         wait_ns=case.wait.item(position),
@@ -392,8 +393,8 @@ def _make_pair(case: _Case, position: int, source: Holding, backlog_out: float) 
         held_blocks=source.blocks,
         total_tokens=case.request.prompt_tokens,
         backlog_ns=max(backlog_out, columns.in_free_ns.item(position) - snapshot.now_ns),
-        alpha_ns=row.alpha_ns.item(position),
-        byte_ns=row.byte_ns.item(position),
+        alpha_ns=link.alpha_ns,
+        byte_ns=link.byte_ns,
         failure=snapshot.failures.probability(key, snapshot.now_ns),
         t0_ns=t0_ns,
         token_ns=token_ns,

@@ -140,6 +140,10 @@ class Fleet:
         for tier in Tier:
             self._rows.pop((holder, tier), None)
 
+    def curve(self, holder: WorkerId, reader: WorkerId, tier: Tier, now_ns: int) -> LinkCurve:
+        """What to expect of one link now."""
+        return self._links.curve(holder, reader, tier, now_ns)
+
     def row(self, holder: WorkerId, tier: Tier, now_ns: int) -> LinkRow:
         """Curves from the holder to every worker, in the order of ``workers``."""
         cached = self._rows.get((holder, tier))

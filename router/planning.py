@@ -128,9 +128,9 @@ def build_promise(
         return Promise(worker, price.gpu_ns, request.prompt_tokens - own_blocks * footprint.block_tokens)
     transfers = []
     for piece in plan.loads:
-        row = snapshot.links.row(piece.holder.worker_id, piece.tier, snapshot.now_ns)
+        link = snapshot.links.curve(piece.holder.worker_id, worker.worker_id, piece.tier, snapshot.now_ns)
         num_bytes = footprint.fixed_bytes + (piece.stop - piece.start) * footprint.block_bytes
-        transfers.append(Transfer(piece.holder, num_bytes, num_bytes * float(row.byte_ns[position])))
+        transfers.append(Transfer(piece.holder, num_bytes, num_bytes * link.byte_ns))
     loaded = sum(piece.stop - piece.start for piece in plan.loads)
     tokens = request.prompt_tokens - (own_blocks + loaded) * footprint.block_tokens
     return Promise(worker, price.gpu_ns, tokens, tuple(transfers))

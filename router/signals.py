@@ -152,6 +152,9 @@ class LinkRow(NamedTuple):
 class LinkView(Protocol):
     """What is known about links. Pure reads."""
 
+    def curve(self, holder: WorkerId, reader: WorkerId, tier: Tier, now_ns: int) -> LinkCurve:
+        """What to expect of one link now."""
+
     def row(self, holder: WorkerId, tier: Tier, now_ns: int) -> LinkRow:
         """Curves from the holder to every worker of the snapshot, in its order."""
 

@@ -108,17 +108,21 @@ class _Decisions:
         for key in keys:
             self._index.add_worker(key)
         self._fill(keys, entries)
+        self._keys = keys
+        self._reports = 0
         self._core = RouterCore(self, time.monotonic_ns)
         for key in keys:
             self._core.on_member_change(_member(key), MemberState.ALIVE)
-            self._core.on_report(self._report(key, self._rng.choice(keys)))
 
     def prefixes(self, chain: Sequence[BlockHash]) -> dict[WorkerKey, dict[Tier, int]]:
         """The index as a directory, as the watcher offers it."""
         return self._index.prefixes(chain, learn=True)
 
     def measure(self) -> float:
-        """Median microseconds of a decision with everything around it."""
+        """Median microseconds of a decision with everything around it, after a fresh report of every worker."""
+        self._reports += 1
+        for key in self._keys:
+            self._core.on_report(self._report(key, self._rng.choice(self._keys)))
         taken = []
         for _ in range(DECISIONS_PER_RUN):
             self._serial += 1
@@ -150,7 +154,7 @@ class _Decisions:
         prefill = PrefillSample(1600, 0, self._rng.randrange(40_000_000, 60_000_000))
         size = 1600 * 40_000
         loaded = LoadSample(holder, size, CHAIN_BLOCKS, round(1e6 + size * self._rng.uniform(0.2, 0.3)))
-        return WorkerReport(key, 1, load, (prefill,), (loaded,) if holder != key else ())
+        return WorkerReport(key, self._reports, load, (prefill,), (loaded,) if holder != key else ())
 
 
 def _member(key: WorkerKey) -> MemberInfo:

@@ -109,7 +109,7 @@ class Rule:
         snapshot, columns = facts.snapshot, facts.snapshot.columns
         key = snapshot.workers[source.position].key
         now_ns = snapshot.now_ns
-        row = snapshot.links.row(key.worker_id, source.tier, now_ns)
+        link = snapshot.links.curve(key.worker_id, snapshot.workers[position].key.worker_id, source.tier, now_ns)
         busy_ns = max(float(columns.out_free_ns[source.position]), float(columns.in_free_ns[position])) - now_ns
         pair = Pair(
             wait_ns=float(facts.wait[position]),
@@ -118,8 +118,8 @@ class Rule:
             held_blocks=source.blocks,
             total_tokens=facts.request.prompt_tokens,
             backlog_ns=max(busy_ns, 0.0),
-            alpha_ns=float(row.alpha_ns[position]),
-            byte_ns=float(row.byte_ns[position]),
+            alpha_ns=link.alpha_ns,
+            byte_ns=link.byte_ns,
             failure=snapshot.failures.probability(key, now_ns),
             t0_ns=float(columns.t0_ns[position]),
             token_ns=float(columns.token_ns[position]),

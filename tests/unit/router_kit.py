@@ -42,8 +42,11 @@ class FixedLinks:
     default: LinkCurve = FAST_LINK
     pairs: Mapping[tuple[WorkerId, WorkerId], LinkCurve] = field(default_factory=dict)
 
+    def curve(self, holder: WorkerId, reader: WorkerId, tier: Tier, now_ns: int) -> LinkCurve:
+        return self.pairs.get((holder, reader), self.default)
+
     def row(self, holder: WorkerId, tier: Tier, now_ns: int) -> LinkRow:
-        curves = [self.pairs.get((holder, reader.worker_id), self.default) for reader in self.workers]
+        curves = [self.curve(holder, reader.worker_id, tier, now_ns) for reader in self.workers]
         return LinkRow(np.array([c.alpha_ns for c in curves]), np.array([c.byte_ns for c in curves]))
 
     def best(self, tier: Tier) -> LinkCurve:
