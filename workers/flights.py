@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from kvpool.errors import KVPoolError, TransferCancelledError
+from kvpool.errors import DeadlineError, KVPoolError, TransferCancelledError
 from kvpool.plan import LoadSlice, Plan, PlanKind
 from workers.ports import Load, Loader, LoadProgress
 from workers.reporter import Reporter
@@ -119,15 +119,19 @@ class Flights:
         return landed
 
     def _account(self, order: LoadOrder, progress: LoadProgress) -> None:
-        counters, tally = self._reporter.counters, order.sequence.tally
-        counters["loads"] += 1
-        counters["bytes_loaded"] += progress.bytes_arrived
-        failures = tuple(code for code in progress.failures if code != TransferCancelledError.code)
-        counters["loads_given_up"] += len(failures) < len(progress.failures)  # our own decision, nobody's failure
+        counters, tally, plan = self._reporter.counters, order.sequence.tally, order.sequence.plan
+        elapsed_ns = max(0, (progress.finished_ns or progress.started_ns) - progress.started_ns)
+        failures = [code for code in progress.failures if code != TransferCancelledError.code]
+        if len(failures) < len(progress.failures):  # given up by ourselves: a failure only when it was too late
+            counters["loads_given_up"] += 1
+            if elapsed_ns >= plan.load_deadline_ns:
+                failures.append(DeadlineError.code)
         for code in failures:
             counters[f"load_failures.{code}"] += 1
-        tally.load_failures += failures
-        tally.load_ns = max(0, (progress.finished_ns or progress.started_ns) - progress.started_ns)
+        counters["loads"] += 1
+        counters["bytes_loaded"] += progress.bytes_arrived
+        tally.load_failures += tuple(failures)
+        tally.load_ns = elapsed_ns
 
 
 def open_ended(plan: Plan) -> Plan:

@@ -258,3 +258,14 @@ def test_a_load_that_cannot_even_start_is_redone(fleet: Fleet) -> None:
     assert sink.result() == reference(request)
     assert sink.stats is not None
     assert (sink.stats.plan, sink.stats.load_failures) == ("redo", ("invalid_request",))
+
+
+def test_a_load_past_its_deadline_is_counted_and_redone(fleet: Fleet) -> None:
+    document, reader = warm_document(fleet), fleet.cores[1]
+    fleet.links[1].shape(WorkerId("w0"), LinkShape(stalled=True))
+    plan = replace(load_from_first(fleet, 16), load_deadline_ns=30_000_000, predicted_load_ns=SECOND_NS)
+    request, sink = make_request("late", document, 4), Collector()
+    reader.submit(request, plan, "d", sink)
+    assert sink.result() == reference(request)
+    assert reader.wait_idle(10 * SECOND_NS)
+    assert sum(count for name, count in reader.counters().items() if name.startswith("load_failures.")) == 1
