@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvpool.errors import ConfigError
 from kvpool.transport.base import Transport
 
@@ -10,11 +12,15 @@ SHAPED = "shaped:"
 """Prefix of a name: the same transport with links that can be made slow, lossy or corrupt, for fault runs."""
 
 
-def create_transport(name: str) -> Transport:
+def create_transport(name: str, settings: Mapping[str, str] | None = None) -> Transport:
     """A new end of the named transport; libraries are imported only when they are asked for.
 
+    Args:
+        name: one of `TRANSPORTS`.
+        settings: of the library, for example ``{"TLS": "tcp", "NET_DEVICES": "eth0"}`` for UCX.
+
     Raises:
-        ConfigError: no transport has this name.
+        ConfigError: no transport has this name, or a setting would break its promises.
         KVPoolError: the library is there but cannot be initialised.
     """
     if name.startswith(SHAPED):
@@ -26,7 +32,7 @@ def create_transport(name: str) -> Transport:
 
         return MemoryTransport()
     if name == "ucx":
-        from kvpool.transport.ucx import UcxTransport
+        from kvpool.transport.ucx import UcxOptions, UcxTransport
 
-        return UcxTransport()
+        return UcxTransport(UcxOptions(settings=settings or {}))
     raise ConfigError(f"unknown transport {name!r}; known are {', '.join(TRANSPORTS)}", field="transport")

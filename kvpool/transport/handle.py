@@ -154,6 +154,7 @@ class ReadTask:
             else:
                 self._state = ReadState.FAILED
             self._finished_ns = self._clock_ns()
+            self._on_cancel = _ignore  # a handle that is kept must not keep its transport
         self.publish()
 
     def _refuse_terminal(self, what: str) -> None:
@@ -169,6 +170,10 @@ class ReadTask:
             elapsed_ns=end - self.started_ns,
             error=self._error,
         )
+
+
+def _ignore(_: ReadTask) -> None:
+    """Cancelling a read that is over changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
