@@ -1,15 +1,12 @@
-"""The command line as a user meets it: a cluster goes up, serves over CLI and HTTP, explains itself, and goes away."""
+"""The command line as a user meets it: a cluster goes up, serves, explains itself, and goes away."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,17 +54,9 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
 
 
 @pytest.fixture(scope="module")
-def port() -> int:
-    """A free port for the gateway."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture(scope="module")
-def up(shell: Shell, port: int, tiny_model_path: Path) -> Iterator[dict[str, Any]]:
-    """A cluster with a gateway that ``kvpool up`` left running; ``kvpool down`` must leave nothing of it."""
-    ready = shell.json("up", "--workers", "2", "--model", str(tiny_model_path), "--http-port", str(port))
+def up(shell: Shell, tiny_model_path: Path) -> Iterator[dict[str, Any]]:
+    """A cluster that ``kvpool up`` left running; ``kvpool down`` must leave nothing of it."""
+    ready = shell.json("up", "--workers", "2", "--model", str(tiny_model_path))
     try:
         cluster_dir = shell.json("status")["supervisor"]["cluster_dir"]
         yield ready
@@ -118,46 +107,6 @@ def test_mistakes_are_answered_with_the_way_out(
 ) -> None:
     code = 1 if "elsewhere" in arguments else 2
     assert named in shell.json(*arguments, code=code)["error"]
-
-
-def _post(port: int, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return int(response.status), response.read()
-    except urllib.error.HTTPError as error:
-        return int(error.code), error.read()
-
-
-def test_the_gateway_serves_completions_and_chats(up: dict[str, Any], port: int) -> None:
-    status, raw = _post(port, "/v1/completions", {"prompt": "Hello", "max_tokens": 3, "temperature": 0})
-    answer = json.loads(raw)
-    assert (status, answer["object"], answer["usage"]["completion_tokens"]) == (200, "text_completion", 3)
-    assert answer["kvpool"]["worker_id"] in ("worker-0", "worker-1")
-    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0, "stream": True}
-    status, raw = _post(port, "/v1/chat/completions", body)
-    events = [line.removeprefix("data: ") for line in raw.decode().splitlines() if line]
-    assert (status, events[-1]) == (200, "[DONE]")
-    assert json.loads(events[-2])["choices"][0]["finish_reason"] in ("length", "stop")
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "named"),
-    [
-        ("/v1/completions", {"prompt": "x", "max_tokens": -1}, "max_tokens"),
-        ("/v1/completions", {"prompt": "x", "modle": "y"}, "modle"),
-        ("/v1/completions", {"prompt": "x", "model": "gpt-5"}, "gpt-5"),
-        ("/v1/chat/completions", {"messages": []}, "messages|prompt"),
-    ],
-)
-def test_the_gateway_refuses_malformed_bodies_by_name(
-    up: dict[str, Any], port: int, path: str, body: dict[str, Any], named: str
-) -> None:
-    status, raw = _post(port, path, body)
-    assert status == 400
-    assert any(name in json.loads(raw)["error"]["message"] for name in named.split("|"))
 
 
 EMBEDDED = """
