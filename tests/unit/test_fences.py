@@ -38,6 +38,7 @@ PURE = (
     "kvpool/metadata/view.py",
     "kvpool/transfer/machine.py",
     "kvpool/store/pool.py",
+    "kvpool/store/ranges.py",
     "router/signals.py",
     "router/estimators.py",
     "router/cost.py",
@@ -46,6 +47,12 @@ PURE = (
     "router/record.py",
     "workers/scheduler.py",
     "workers/block_table.py",
+    "workers/gate.py",
+    "workers/load_book.py",
+    "workers/queue_load.py",
+    "workers/sequence.py",
+    "workers/step.py",
+    "workers/stopping.py",
 )
 IMPURE_MODULES = {"time", "random", "os", "socket", "threading", "asyncio", "subprocess", "pathlib", "logging"}
 
