@@ -22,7 +22,6 @@ import contextlib
 import itertools
 import os
 from collections import deque
-from dataclasses import dataclass, field
 
 from kvpool import errors
 from kvpool.errors import (
@@ -36,7 +35,8 @@ from kvpool.errors import (
 )
 from kvpool.transport.base import BlockStatus, Peer
 from kvpool.transport.handle import LocalEnd, ReadTask
-from kvpool.transport.ucx.fabric import Connection, Operation, PortSet
+from kvpool.transport.ucx.fabric import Operation, PortSet
+from kvpool.transport.ucx.links import Link, OpenPull, PostedRun, Reading
 from kvpool.transport.ucx.settings import UcxOptions
 from kvpool.transport.verify import INLINE_BYTES, Check, Verdicts, Verifier
 from kvpool.transport.wire import (
@@ -48,7 +48,6 @@ from kvpool.transport.wire import (
     Offer,
     Pull,
     Refuse,
-    Run,
     Stop,
     data_tag,
     encode,
@@ -63,63 +62,6 @@ REFUSALS: dict[str, type[KVPoolError]] = {
     for cls in vars(errors).values()
     if isinstance(cls, type) and issubclass(cls, KVPoolError) and cls is not KVPoolError
 }
-
-
-@dataclass(slots=True, eq=False)
-class Reading:
-    """One read as this half sees it."""
-
-    task: ReadTask
-    link: Link
-    pulls_left: int = 0
-    last_progress_ns: int = 0
-    gave_up_ns: int | None = None
-
-    def note_give_up(self, error: KVPoolError, now_ns: int) -> None:
-        """Remember the first reason and since when."""
-        if self.gave_up_ns is None:
-            self.gave_up_ns = now_ns
-            self.task.give_up(error)
-
-
-@dataclass(slots=True, eq=False)
-class OpenPull:
-    """A slice of a read: waiting, asked for, or under way."""
-
-    sequence: int
-    reading: Reading
-    base: int  # index of its first block in the read
-    blocks: int
-    runs: tuple[Run, ...] | None = None  # None until the offer came
-    checksums: tuple[int | None, ...] = ()
-    granted: int = 0
-    open_runs: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class PostedRun:
-    """A run whose receive is posted."""
-
-    operation: Operation
-    pull: OpenPull
-    run: Run
-    run_bytes: int
-
-
-@dataclass(slots=True, eq=False)
-class Link:
-    """The connection to one peer incarnation and everything that goes over it."""
-
-    peer: Peer
-    link_id: int
-    connection: Connection
-    last_progress_ns: int
-    waiting: list[tuple[int, int, OpenPull]] = field(default_factory=list)
-    asked: dict[int, OpenPull] = field(default_factory=dict)
-    posted: deque[PostedRun] = field(default_factory=deque)
-    readings: set[Reading] = field(default_factory=set)
-    in_flight_bytes: int = 0
-    broken_ns: int | None = None
 
 
 class ReaderHalf:
