@@ -1,0 +1,194 @@
+"""``kvpool inject SCENARIO``: break a cluster under load, and judge from the history whether it kept its promises."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvpool.cli.connect import running_state
+from kvpool.cli.output import (
+    EXIT_FAILED,
+    AddressOption,
+    JsonOption,
+    console,
+    guarded,
+    print_json,
+    print_table,
+    progress,
+)
+from kvpool.errors import RequestError
+from kvpool.faults.checker import Verdict, check_history
+from kvpool.faults.history import HistoryWriter, read_history
+from kvpool.faults.report import COLUMNS, as_data, cells, html, row
+from kvpool.faults.runner import (
+    ClusterUnderTest,
+    RunOptions,
+    embedded_config,
+    history_path,
+    require_possible,
+    run_scenarios,
+)
+from kvpool.faults.scenarios import SCENARIOS, Needs, Scenario, find_scenario
+
+ALL, LIST, MIX, CHECK = "all", "list", "mix", "check"
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """Which cluster: embedded (``workers``, ``model``, ``lease_ms``), or a running one by address or name."""
+
+    workers: int
+    model: str | None
+    lease_ms: int
+    address: str | None
+    name: str | None
+
+    @property
+    def embedded(self) -> bool:
+        return self.address is None and self.name is None
+
+
+def inject(
+    scenario: Annotated[
+        str,
+        typer.Argument(help="A scenario, 'all' one after the other, 'mix' with --mix, 'list', or 'check' a history."),
+    ],
+    mix: Annotated[str | None, typer.Option(help="Scenarios to combine in one run, with commas, or 'all'.")] = None,
+    seed: Annotated[int, typer.Option(help="Of workload, victims and order.")] = 0,
+    duration: Annotated[float, typer.Option(min=0, help="Strikes go on for at least this many seconds.")] = 20.0,
+    rate: Annotated[
+        float | None, typer.Option(min=0.01, help="Requests per second; default: what the reference run suggests.")
+    ] = None,
+    force_loads: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of routes turned into loads where another worker holds more.")
+    ] = 0.5,
+    workers: Annotated[int, typer.Option(min=2, help="Workers of the embedded cluster.")] = 3,
+    model: Annotated[str | None, typer.Option(help="Model of the embedded cluster.")] = None,
+    lease_ms: Annotated[int, typer.Option(min=500, help="Membership lease of the embedded cluster.")] = 2000,
+    address: AddressOption = None,
+    name: Annotated[str | None, typer.Option(help="A cluster that 'kvpool up' started.")] = None,
+    history: Annotated[
+        Path | None, typer.Option(help="Folder for the histories, or with 'check' the file to judge again.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML page with tables and timelines.")] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Inject faults under load and check every promise; exit code 1 on any violation. Histories are kept."""
+    where = _Where(workers, model, lease_ms, address, name)
+    options = RunOptions(seed=seed, duration_s=duration, rate_rps=rate, forced_loads=force_loads)
+
+    def command() -> None:
+        if scenario == LIST:
+            _list(json_)
+        elif scenario == CHECK:
+            _conclude([_judge(history)], report, json_)
+        else:
+            _conclude(_run_all(_choose(scenario, mix), where, options, history), report, json_)
+
+    guarded(command, as_json=json_)
+
+
+def _list(as_json: bool) -> None:
+    if as_json:
+        print_json(
+            [
+                {"name": item.name, "breaks": item.breaks, "proves": item.proves, "mechanism": item.mechanism.value}
+                for item in SCENARIOS.values()
+            ]
+        )
+        return
+    rows = [(item.name, item.breaks, item.proves, item.mechanism.value) for item in SCENARIOS.values()]
+    print_table("scenarios", ("name", "breaks", "proves", "mechanism"), rows)
+
+
+def _choose(scenario: str, mix: str | None) -> list[tuple[Scenario, ...]]:
+    """The runs to make, each with the scenarios that it combines.
+
+    Raises:
+        RequestError: an unknown scenario, or --mix without 'mix' and the other way round.
+    """
+    if (scenario == MIX) != (mix is not None):
+        raise RequestError("'kvpool inject mix' and --mix a,b,c go together", field="mix")
+    if mix is not None:
+        names = list(SCENARIOS) if mix == ALL else [name.strip() for name in mix.split(",")]
+        return [tuple(find_scenario(name) for name in names)]
+    if scenario == ALL:
+        return [(item,) for item in SCENARIOS.values()]
+    return [(find_scenario(scenario),)]
+
+
+def _run_all(
+    runs: Sequence[tuple[Scenario, ...]], where: _Where, options: RunOptions, folder: Path | None
+) -> list[tuple[Verdict, str]]:
+    """Runs that need the same embedded cluster share it, one after the other."""
+    folder = folder or Path(tempfile.mkdtemp(prefix="kvpool.faults-"))
+    needs = [require_possible(run, embedded=where.embedded) for run in runs]
+    judged = []
+    for need in dict.fromkeys(needs):
+        under_test = _open(where, need)
+        try:
+            for run in (run for run, its in zip(runs, needs, strict=True) if its == need):
+                judged.append(_run(under_test, run, options, folder))
+        finally:
+            progress("ending the cluster" if where.embedded else "leaving the cluster as it is")
+            under_test.close()
+    return judged
+
+
+def _open(where: _Where, needs: Needs) -> ClusterUnderTest:
+    if where.embedded:
+        config = embedded_config(needs, workers=where.workers, lease_ms=where.lease_ms, model=where.model)
+        return ClusterUnderTest.start(config, f"inject-{uuid.uuid4().hex[:8]}", progress)
+    if where.address is not None:
+        return ClusterUnderTest.join(where.address, where.name or "default")
+    assert where.name is not None
+    return ClusterUnderTest.join(running_state(where.name).address, where.name)
+
+
+def _run(
+    under_test: ClusterUnderTest, scenarios: Sequence[Scenario], options: RunOptions, folder: Path
+) -> tuple[Verdict, str]:
+    path = history_path(folder, scenarios, options.seed)
+    progress(f"{' + '.join(item.name for item in scenarios)}, seed {options.seed}; history {path}")
+    with HistoryWriter(path, time.monotonic_ns) as history:
+        asyncio.run(run_scenarios(under_test, scenarios, options, history, progress))
+    return check_history(read_history(path), options.bounds), str(path)
+
+
+def _judge(path: Path | None) -> tuple[Verdict, str]:
+    if path is None:
+        raise RequestError("'kvpool inject check' needs --history FILE", field="history")
+    return check_history(read_history(path)), str(path)
+
+
+def _conclude(judged: Sequence[tuple[Verdict, str]], report: Path | None, as_json: bool) -> None:
+    """Print, write the page, and end with the exit code."""
+    if report is not None:
+        try:
+            report.write_text(html(judged), encoding="utf-8")
+        except OSError as error:
+            raise RequestError(f"cannot write the report {report}: {error.strerror}", field="report") from error
+    if as_json:
+        print_json({"holds": all(item.holds for item, _ in judged), "runs": [as_data(*item) for item in judged]})
+    else:
+        print_table("fault runs", [title for _, title in COLUMNS], [cells(row(verdict)) for verdict, _ in judged])
+        for verdict, path in judged:
+            _print(verdict, path)
+    if not all(verdict.holds for verdict, _ in judged):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _print(verdict: Verdict, path: str) -> None:
+    name = verdict.story.run.get("scenario", "?")
+    fallbacks = ", ".join(f"{kind} {count}" for kind, count in verdict.fallbacks.items()) or "none"
+    console.print(f"{name}: fallbacks {fallbacks}; history {path}", highlight=False)
+    for violation in verdict.violations:
+        console.print(f"  [bold red]violation[/] {violation}", highlight=False)

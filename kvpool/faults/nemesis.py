@@ -1,0 +1,331 @@
+"""The hand that breaks things: real signals to real processes, and links that misbehave inside a worker's transport.
+
+Every strike writes a fault before it acts and a healing afterwards, and undoes what it did on every path. What was
+*killed* is healed when its successor serves; what was *paused* or *shaped* is healed when that ends. Signals reach only
+processes of this machine; a strike on a process elsewhere is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import os
+import random
+import signal
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+import psutil
+
+from kvpool.cluster.connection import ROUTER_NAME
+from kvpool.cluster.launcher import Cluster
+from kvpool.config import WorkerConfig
+from kvpool.errors import KVPoolError, RequestError, UnavailableError
+from kvpool.faults.history import HistoryWriter, Kind
+from kvpool.faults.probe import RecordingConnection
+from kvpool.metadata.client import MetadataClient
+from kvpool.metadata.watcher import MetadataWatcher
+from kvpool.transport.shaping import CLEAR, LinkShape
+from kvpool.types import MemberState, WorkerId, WorkerKey
+
+HEAL_LIMIT_S = 120.0
+DRAIN_LIMIT_S = 60.0
+LOAD_WAIT_S = 3.0
+POLL_S = 0.05
+CALL_TIMEOUT_S = 2.0
+NOMINAL_LINK_BYTES_PER_S = 1_000_000_000.0
+ACTOR_TITLES = {ROUTER_NAME: "RouterActor"}
+
+Flood = Callable[[int, int], Awaitable[None]]
+"""Sends that many requests with unique prompts of that many tokens, and waits for their answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """What a nemesis works with.
+
+    Attributes:
+        connection: of the cluster; also tells of loads as they are decided.
+        history: where faults are written.
+        watcher: a copy of the directory.
+        metadata: addresses of the metadata servers.
+        lease_ns: membership lease.
+        rng: chooses victims.
+        flood: see `Flood`.
+        cluster: the embedded cluster, None when it is somebody else's.
+    """
+
+    connection: RecordingConnection
+    history: HistoryWriter
+    watcher: MetadataWatcher
+    metadata: tuple[str, ...]
+    lease_ns: int
+    rng: random.Random
+    flood: Flood
+    cluster: Cluster | None
+
+
+class Nemesis:
+    """Strikes. Several may run at once; two on one victim wait for each other."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self._numbers = itertools.count(1)
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    @property
+    def pause_s(self) -> float:
+        """How long a pause lasts: well past the membership lease."""
+        return 2.5 * self.arena.lease_ns / 1e9
+
+    # ── victims ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def pair(self) -> tuple[WorkerId, WorkerId]:
+        """Holder and reader of a load that was just decided; two live workers by chance when none comes soon."""
+        load = await self.arena.connection.next_load(LOAD_WAIT_S)
+        if load is not None:
+            return load[0].worker_id, load[1].worker_id
+        alive = self.workers()
+        if len(alive) < 2:
+            raise UnavailableError(f"a strike needs two live workers, there are {len(alive)}")
+        first, second = self.arena.rng.sample(alive, 2)
+        return first, second
+
+    def workers(self) -> list[WorkerId]:
+        """Live members, by name."""
+        members = self.arena.watcher.members().items()
+        return sorted(key.worker_id for key, member in members if member.state is MemberState.ALIVE)
+
+    def key_of(self, worker_id: WorkerId) -> WorkerKey | None:
+        """The live incarnation of a worker."""
+        keys = [key for key in self.arena.watcher.members() if key.worker_id == worker_id]
+        return max(keys, key=lambda key: key.worker_epoch, default=None)
+
+    async def pid_of(self, actor: str) -> int:
+        """Process id of an actor on this machine.
+
+        Raises:
+            UnavailableError: it does not answer, or its process is not on this machine.
+        """
+        pid: int = await self.arena.connection.call(actor, "pid", timeout_s=CALL_TIMEOUT_S)
+        title = ACTOR_TITLES.get(actor, "WorkerActor")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if title in "".join(psutil.Process(pid).cmdline()[:1]):
+                return pid
+        raise UnavailableError(f"{actor} (pid {pid}) does not run on this machine; strike it from its own node")
+
+    # ── strikes on actors ────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def kill_actor(self, name: str, actor: str) -> None:
+        """SIGKILL; healed when a new process serves in its place."""
+        async with self._locks[actor]:
+            old_key = self.key_of(WorkerId(actor))
+            pid = await self.pid_of(actor)
+            fault = self._fault(name, actor, "SIGKILL", key=old_key, pid=pid)
+            _send(pid, signal.SIGKILL)
+            await self._wait(lambda: self._serves(actor, old_key, pid), f"{actor} serves again")
+            self._heal(fault, "a new process serves")
+
+    async def pause_actor(self, name: str, actor: str) -> None:
+        """SIGSTOP for longer than the lease; healed when it runs on. Its fenced incarnation is replaced after that."""
+        async with self._locks[actor]:
+            pid = await self.pid_of(actor)
+            fault = self._fault(name, actor, "SIGSTOP", key=self.key_of(WorkerId(actor)), pid=pid)
+            await self._pause(pid)
+            self._heal(fault, "SIGCONT")
+            await self._wait(lambda: self._serves(actor, None, 0), f"{actor} serves again")
+
+    async def drain_worker(self, name: str, worker_id: WorkerId) -> None:
+        """Drain under load, end the process once it is idle, and wait for its successor."""
+        async with self._locks[worker_id]:
+            key, pid = self.key_of(worker_id), await self.pid_of(worker_id)
+            fault = self._fault(name, worker_id, "drain through the metadata service", key=key, pid=pid)
+            await asyncio.to_thread(self._drain, worker_id)
+            await self._wait(lambda: self._is_idle(worker_id), f"{worker_id} is idle", DRAIN_LIMIT_S)
+            _send(pid, signal.SIGKILL)
+            await self._wait(lambda: self._serves(worker_id, key, pid), f"{worker_id} serves again")
+            self._heal(fault, "drained, ended and replaced")
+
+    def _drain(self, worker_id: WorkerId) -> None:
+        with MetadataClient(self.arena.metadata) as client:
+            client.drain(worker_id)
+
+    async def _is_idle(self, worker_id: WorkerId) -> bool:
+        audit = await self.arena.connection.call(worker_id, "audit", timeout_s=CALL_TIMEOUT_S)
+        return not audit["active"]
+
+    async def _serves(self, actor: str, old_key: WorkerKey | None, old_pid: int) -> bool:
+        """A process other than the old one answers; for a worker, one that router and directory know."""
+        if await self.pid_of(actor) == old_pid:
+            return False
+        status = await self.arena.connection.call(ROUTER_NAME, "status", timeout_s=CALL_TIMEOUT_S)
+        alive = {item["worker"] for item in status["workers"] if item["state"] == MemberState.ALIVE.value}
+        if actor == ROUTER_NAME:
+            return status["metadata"]["connected"] and set(map(str, self.arena.watcher.members())) <= alive
+        own: str = (await self.arena.connection.call(actor, "audit", timeout_s=CALL_TIMEOUT_S))["key"]
+        return own in alive and own != str(old_key)
+
+    # ── strikes on metadata servers ──────────────────────────────────────────────────────────────────────────────────
+
+    async def kill_metadata(self, name: str, index: int) -> None:
+        """SIGKILL; healed when the server is back on its port and every live worker has joined it again."""
+        address = self.arena.metadata[index]
+        async with self._locks[address]:
+            pid = _listener(address)
+            fault = self._fault(name, f"metadata-{index}", "SIGKILL", pid=pid)
+            _send(pid, signal.SIGKILL)
+            await self._wait(lambda: self._has_everybody(address, pid), f"{address} is whole again")
+            self._heal(fault, "a new process serves")
+
+    async def pause_metadata(self, name: str, index: int) -> None:
+        """SIGSTOP for longer than the lease; healed when it runs on."""
+        address = self.arena.metadata[index]
+        async with self._locks[address]:
+            pid = _listener(address)
+            fault = self._fault(name, f"metadata-{index}", "SIGSTOP", pid=pid)
+            await self._pause(pid)
+            self._heal(fault, "SIGCONT")
+            await self._wait(lambda: self._has_everybody(address, 0), f"{address} is whole again")
+
+    async def _has_everybody(self, address: str, old_pid: int) -> bool:
+        if _listener(address) == old_pid:
+            return False
+        members = await asyncio.to_thread(_members_at, address)
+        actors = await asyncio.gather(
+            *(self.arena.connection.call(name, "audit", timeout_s=CALL_TIMEOUT_S) for name in sorted(members))
+        )
+        return bool(members) and all(item["key"] in members.values() for item in actors)
+
+    # ── strikes on links ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def slow_links(self, name: str, holder: WorkerId, factor: float, seconds: float) -> None:
+        """Everybody's links from a holder carry a fraction of what the router has learned they carry."""
+        rate = await self._learned_rate(holder) / factor
+        await self.shape_links(name, holder, LinkShape(rate_bytes_per_s=rate), seconds)
+
+    async def shape_links(self, name: str, holder: WorkerId, shape: LinkShape, seconds: float) -> None:
+        """Every reader's link from a holder has a shape for a while."""
+        others = [worker for worker in self.workers() if worker != holder]
+        await self._shape(name, holder, [(other, holder) for other in others], shape, seconds)
+
+    async def shape_answers(self, name: str, holder: WorkerId, shape: LinkShape, seconds: float) -> None:
+        """What a holder offers to every reader has a shape for a while: corruption acts on this side."""
+        others = [worker for worker in self.workers() if worker != holder]
+        await self._shape(name, holder, [(holder, other) for other in others], shape, seconds)
+
+    async def shape_one_way(self, name: str, reader: WorkerId, holder: WorkerId, shape: LinkShape, s: float) -> None:
+        """One reader's link from one holder has a shape; the other direction stays clear."""
+        await self._shape(name, holder, [(reader, holder)], shape, s)
+
+    async def _shape(
+        self, name: str, holder: WorkerId, ends: list[tuple[WorkerId, WorkerId]], shape: LinkShape, seconds: float
+    ) -> None:
+        async with self._locks[f"links-{holder}"]:
+            fault = self._fault(name, ",".join(f"{at}<-{peer}" for at, peer in ends), f"shaping transport: {shape}")
+            try:
+                for at, peer in ends:
+                    await self.arena.connection.call(at, "shape_link", peer, shape, timeout_s=CALL_TIMEOUT_S)
+                await asyncio.sleep(seconds)
+            finally:
+                for at, peer in ends:
+                    await self.arena.connection.call(at, "shape_link", peer, CLEAR, timeout_s=CALL_TIMEOUT_S)
+            self._heal(fault, "clear")
+
+    async def _learned_rate(self, holder: WorkerId) -> float:
+        """Bytes per second of the slowest known link from a holder; a nominal rate when none is known."""
+        status = await self.arena.connection.call(ROUTER_NAME, "status", timeout_s=CALL_TIMEOUT_S)
+        rates = [item["beta_gbytes_per_s"] * 1e9 for item in status["links"] if item["holder"] == holder]
+        rate = min(rates, default=NOMINAL_LINK_BYTES_PER_S)
+        return rate if math.isfinite(rate) and rate > 0 else NOMINAL_LINK_BYTES_PER_S
+
+    # ── strikes by load and growth ───────────────────────────────────────────────────────────────────────────────────
+
+    async def flood(self, name: str, requests: int, tokens: int) -> None:
+        """Unique prompts that push everything else out of the segments; healed when they are answered."""
+        fault = self._fault(name, "every segment", f"{requests} unique prompts of {tokens} tokens at once")
+        await self.arena.flood(requests, tokens)
+        self._heal(fault, "the last of them was answered")
+
+    async def join_workers(self, name: str, count: int) -> None:
+        """New workers join at once under load; healed when they serve. They stay."""
+        cluster = self.arena.cluster
+        if cluster is None:
+            raise RequestError("new workers can join an embedded cluster only; leave --address out")
+        group: WorkerConfig = cluster.config.workers[0].model_copy(update={"count": count})
+        fault = self._fault(name, f"{count} new workers", "Cluster.add_workers")
+        await asyncio.to_thread(cluster.add_workers, group)
+        self._heal(fault, "they serve")
+
+    # ── common ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _fault(self, name: str, target: str, mechanism: str, key: WorkerKey | None = None, pid: int = 0) -> str:
+        fault = f"f-{next(self._numbers)}"
+        shown = None if key is None else str(key)
+        self.arena.history.add(
+            Kind.FAULT, fault=fault, name=name, target=target, key=shown, pid=pid, mechanism=mechanism
+        )
+        return fault
+
+    def _heal(self, fault: str, how: str) -> None:
+        self.arena.history.add(Kind.HEAL, fault=fault, how=how)
+
+    async def _pause(self, pid: int) -> None:
+        async with _stopped(pid):
+            await asyncio.sleep(self.pause_s)
+
+    async def _wait(self, condition: Callable[[], Awaitable[bool]], what: str, limit_s: float = HEAL_LIMIT_S) -> None:
+        """Poll until true; what does not answer is not true yet.
+
+        Raises:
+            UnavailableError: it did not become true within the limit.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + limit_s
+        last = "it answers, but not so"
+        while True:
+            try:
+                if await condition():
+                    return
+            except KVPoolError as error:
+                last = str(error)
+            if loop.time() > deadline_s:
+                raise UnavailableError(f"not within {limit_s:.0f} s: {what}; {last}")
+            await asyncio.sleep(POLL_S)
+
+
+@contextlib.asynccontextmanager
+async def _stopped(pid: int) -> AsyncIterator[None]:
+    """A process is stopped inside; it runs on behind, whatever happens."""
+    _send(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        _send(pid, signal.SIGCONT)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # another strike, or its own fence, was first
+        os.kill(pid, number)
+
+
+def _listener(address: str) -> int:
+    """Process of this machine that listens at an address.
+
+    Raises:
+        UnavailableError: none does.
+    """
+    port = int(address.rpartition(":")[2])
+    for item in psutil.net_connections(kind="tcp"):
+        if item.status == psutil.CONN_LISTEN and item.laddr and item.laddr.port == port and item.pid:
+            return int(item.pid)
+    raise UnavailableError(f"no process of this machine listens at {address}")
+
+
+def _members_at(address: str) -> dict[str, str]:
+    """Live members that one metadata server knows: control address → key."""
+    with MetadataClient((address,), timeout_s=CALL_TIMEOUT_S) as client:
+        members = client.describe()["members"]
+    return {item["control_address"]: f"{item['worker_id']}@{item['worker_epoch']}" for item in members}

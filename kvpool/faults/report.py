@@ -1,0 +1,210 @@
+"""A verdict for readers: a row of numbers, plain data, and one self-contained HTML page with a timeline.  (pure)"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from kvpool.faults.checker import Verdict
+from kvpool.faults.measures import detection_ns, summary
+from kvpool.faults.story import Request, Story
+
+COLUMNS = (
+    ("scenario", "scenario"),
+    ("requests", "requests"),
+    ("ok", "ok"),
+    ("cancelled", "cancelled"),
+    ("expired", "expired"),
+    ("retried", "retried"),
+    ("loaded", "loaded"),
+    ("loads_redone", "loads redone"),
+    ("ttft_p50_ms", "TTFT p50, ms"),
+    ("max_stall_ms", "max stall, ms"),
+    ("detect_ms_max", "detect, ms"),
+    ("recover_ms_max", "recover, ms"),
+    ("lost", "lost"),
+    ("wrong", "wrong"),
+    ("violations", "violations"),
+)
+"""Keys of a row, and what its column is called."""
+
+WIDTH, LEFT, RIGHT = 1080, 60, 20
+LANE, CHART, GAP = 18, 220, 34
+PLAN_COLOURS = {"redo": "#8a8f98", "load": "#2a78d6", "split": "#1b9e77", "": "#c9ccd1"}
+FAULT_COLOUR, BAD_COLOUR = "#d95f5f", "#b3261e"
+
+
+def row(verdict: Verdict) -> dict[str, Any]:
+    """The numbers of one run."""
+    rules = [violation.rule.name for violation in verdict.violations]
+    took = [item.took_ns for item in verdict.recoveries if item.took_ns is not None]
+    return {
+        "scenario": verdict.story.run.get("scenario", "?"),
+        **summary(verdict.story),
+        "recover_ms_max": max(took) / 1e6 if took else None,
+        "lost": rules.count("NONE_LOST") + rules.count("NONE_HUNG"),
+        "wrong": rules.count("OUTPUTS_EQUAL"),
+        "violations": len(rules),
+    }
+
+
+def cells(numbers: dict[str, Any]) -> list[str]:
+    """A row as text, in the order of `COLUMNS`."""
+    return [_shown(numbers.get(key)) for key, _ in COLUMNS]
+
+
+def as_data(verdict: Verdict, history: str) -> dict[str, Any]:
+    """A verdict as JSON-able data."""
+    story = verdict.story
+    return {
+        "scenario": story.run.get("scenario"),
+        "seed": story.run.get("seed"),
+        "mechanisms": story.run.get("mechanisms"),
+        "history": history,
+        "holds": verdict.holds,
+        "numbers": row(verdict),
+        "faults": [
+            {
+                "name": fault.name,
+                "target": fault.target,
+                "line": fault.line,
+                "healed_after_ms": None if fault.heal_ns is None else (fault.heal_ns - fault.at_ns) / 1e6,
+                "detected_after_ms": _ms(detection_ns(story, fault)),
+            }
+            for fault in story.faults.values()
+        ],
+        "recoveries": [{"faults": item.names, "took_ms": _ms(item.took_ns)} for item in verdict.recoveries],
+        "fallbacks": verdict.fallbacks,
+        "violations": [
+            {"rule": item.rule.value, "message": item.message, "lines": item.lines} for item in verdict.violations
+        ],
+    }
+
+
+def html(runs: Sequence[tuple[Verdict, str]]) -> str:
+    """One page over several runs; nothing is fetched from elsewhere.
+
+    Args:
+        runs: verdicts, each with the path of its history.
+    """
+    head = "".join(f"<th>{escape(title)}</th>" for _, title in COLUMNS)
+    lines = []
+    for verdict, _ in runs:
+        mark = "" if verdict.holds else ' class="bad"'
+        lines.append(f"<tr{mark}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells(row(verdict))) + "</tr>")
+    sections = "".join(_section(verdict, history) for verdict, history in runs)
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>kvpool fault runs</title><style>{_STYLE}</style>"
+        f"<h1>kvpool fault runs</h1><table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+        f"{sections}</html>"
+    )
+
+
+_STYLE = """
+body{font:14px/1.45 system-ui,sans-serif;margin:2rem;color:#1c1e21;background:#fff;max-width:1120px}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums;margin:0 0 1.5rem}
+th,td{padding:.25rem .6rem;border-bottom:1px solid #e3e5e8;text-align:right}th:first-child,td:first-child{text-align:left}
+tr.bad td{color:#b3261e;font-weight:600}h2{margin:2rem 0 .3rem}p,li{max-width:80ch}svg text{font:11px system-ui,sans-serif;fill:#5b6068}
+.bad{color:#b3261e}
+"""
+
+
+def _section(verdict: Verdict, history: str) -> str:
+    story = verdict.story
+    mechanisms = "; ".join(story.run.get("mechanisms", ()))
+    violations = "".join(f"<li class=bad>{escape(str(item))}</li>" for item in verdict.violations)
+    fallbacks = ", ".join(f"{name} {count}" for name, count in verdict.fallbacks.items()) or "none"
+    return (
+        f"<h2>{escape(str(story.run.get('scenario', '?')))}</h2>"
+        f"<p>Seed {escape(str(story.run.get('seed')))}. Made with {escape(mechanisms)}. "
+        f"History: <code>{escape(history)}</code></p>"
+        f"{_timeline(story)}<p>Fallbacks: {escape(fallbacks)}.</p>"
+        + (f"<ul>{violations}</ul>" if violations else "<p>No violation.</p>")
+    )
+
+
+# ── the timeline ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _timeline(story: Story) -> str:
+    """Faults as bars in lanes, and every request's time to first token over its arrival, coloured by plan."""
+    requests = [request for request in story.requests.values() if request.ttft_ns is not None]
+    if story.start_ns is None or not requests:
+        return "<p>Nothing was sent.</p>"
+    start_ns = story.start_ns
+    end_ns = max(story.rest_ns or story.last_ns, start_ns + 1)
+    faults = sorted(story.faults.values(), key=lambda fault: fault.at_ns)
+    top = LANE * max(1, len(faults)) + GAP
+    most_ms = max(10.0, max(_ttft_ms(request) for request in requests)) * 1.05
+    height = top + CHART + GAP
+
+    def across(at_ns: int) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (at_ns - start_ns) / (end_ns - start_ns)
+
+    def down(ms: float) -> float:
+        return top + CHART * (1 - ms / most_ms)
+
+    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" role=img aria-label="timeline">']
+    for lane, fault in enumerate(faults):
+        left, right = across(fault.at_ns), across(fault.heal_ns or end_ns)
+        y = LANE * lane + 4
+        parts.append(
+            f'<rect x="{left:.1f}" y="{y}" width="{max(2.0, right - left):.1f}" height="{LANE - 6}" '
+            f'fill="{FAULT_COLOUR}"/><rect x="{left:.1f}" y="{y}" width="{max(1.0, right - left):.1f}" '
+            f'height="{top + CHART - y}" fill="{FAULT_COLOUR}" opacity=".08"/>'
+            f'<text x="{min(right + 4, WIDTH - 240):.1f}" y="{y + 10}">{escape(fault.name)}: '
+            f"{escape(fault.target)}</text>"
+        )
+    parts += _axes(start_ns, end_ns, most_ms, top)
+    for request in requests:
+        plan = request.attempts[-1].plan if request.attempts else ""
+        bad = request.end is None or request.end.code is not None
+        colour = BAD_COLOUR if bad else PLAN_COLOURS.get(plan, PLAN_COLOURS[""])
+        title = f"{request.id} {plan} {_ttft_ms(request):.0f} ms, {len(request.attempts)} attempts"
+        parts.append(
+            f'<circle cx="{across(request.at_ns):.1f}" cy="{down(_ttft_ms(request)):.1f}" r="3" '
+            f'fill="{colour}"><title>{escape(title)}</title></circle>'
+        )
+    parts.append(_legend(height))
+    return "".join(parts) + "</svg>"
+
+
+def _axes(start_ns: int, end_ns: int, most_ms: float, top: int) -> list[str]:
+    bottom, right = top + CHART, WIDTH - RIGHT
+    parts = [f'<line x1="{LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}" stroke="#c9ccd1"/>']
+    for step in range(5):
+        ms = most_ms * step / 4
+        y = bottom - CHART * step / 4
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{ms:.0f} ms</text>')
+        parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#eef0f2"/>')
+    for step in range(7):
+        x = LEFT + (right - LEFT) * step / 6
+        seconds = (end_ns - start_ns) / 1e9 * step / 6
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{seconds:.0f} s</text>')
+    return parts
+
+
+def _legend(height: int) -> str:
+    items = [("redo", PLAN_COLOURS["redo"]), ("load", PLAN_COLOURS["load"]), ("split", PLAN_COLOURS["split"])]
+    items.append(("ended with an error", BAD_COLOUR))
+    return "".join(
+        f'<circle cx="{LEFT + 110 * at}" cy="{height - 7}" r="4" fill="{colour}"/>'
+        f'<text x="{LEFT + 110 * at + 8}" y="{height - 3}">{escape(name)}</text>'
+        for at, (name, colour) in enumerate(items)
+    )
+
+
+def _ttft_ms(request: Request) -> float:
+    assert request.ttft_ns is not None
+    return request.ttft_ns / 1e6
+
+
+def _ms(value_ns: int | None) -> float | None:
+    return None if value_ns is None else value_ns / 1e6
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,292 @@
+"""The scenarios by name: what each breaks, with which mechanism, what it proves, and what it needs.
+
+A new one is a coroutine over `Nemesis` and an entry in `SCENARIOS`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from kvpool.cluster.connection import ROUTER_NAME
+from kvpool.errors import RequestError
+from kvpool.faults.nemesis import Nemesis
+from kvpool.transport.shaping import LinkShape
+
+LINK_FAULT_S = 6.0
+FLOOD_REQUESTS = 24
+FLOOD_TOKENS = 640
+TINY_SEGMENT_BLOCKS = 128
+
+
+class Mechanism(Enum):
+    """How a fault is made."""
+
+    SIGNAL = "a real signal to a real process"
+    SHAPING = "the shaping transport around UCX inside the workers: no packet is touched, reads are held back or spoilt"
+    LOAD = "ordinary requests"
+    API = "the cluster's own interface"
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a scenario needs of its cluster.
+
+    Attributes:
+        metadata_replicas: at least.
+        num_blocks: size of every segment; None leaves it.
+        shaped: workers with the shaping transport.
+        embedded: a cluster that this process owns.
+    """
+
+    metadata_replicas: int = 1
+    num_blocks: int | None = None
+    shaped: bool = False
+    embedded: bool = False
+
+    def __or__(self, other: Needs) -> Needs:
+        """Both at once."""
+        sizes = [size for size in (self.num_blocks, other.num_blocks) if size is not None]
+        return Needs(
+            max(self.metadata_replicas, other.metadata_replicas),
+            min(sizes, default=None),
+            self.shaped or other.shaped,
+            self.embedded or other.embedded,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One way to break a cluster: ``strike`` does it once and returns when it is healed."""
+
+    name: str
+    breaks: str
+    proves: str
+    mechanism: Mechanism
+    strike: Callable[[Nemesis, str], Awaitable[None]]
+    needs: Needs = Needs()
+
+
+async def _kill_holder(nemesis: Nemesis, name: str) -> None:
+    holder, _ = await nemesis.pair()
+    await nemesis.kill_actor(name, holder)
+
+
+async def _kill_reader(nemesis: Nemesis, name: str) -> None:
+    _, reader = await nemesis.pair()
+    await nemesis.kill_actor(name, reader)
+
+
+async def _pause_holder(nemesis: Nemesis, name: str) -> None:
+    holder, _ = await nemesis.pair()
+    await nemesis.pause_actor(name, holder)
+
+
+async def _kill_router(nemesis: Nemesis, name: str) -> None:
+    await nemesis.kill_actor(name, ROUTER_NAME)
+
+
+async def _pause_router(nemesis: Nemesis, name: str) -> None:
+    await nemesis.pause_actor(name, ROUTER_NAME)
+
+
+async def _kill_metadata(nemesis: Nemesis, name: str) -> None:
+    await nemesis.kill_metadata(name, nemesis.arena.rng.randrange(len(nemesis.arena.metadata)))
+
+
+async def _pause_metadata(nemesis: Nemesis, name: str) -> None:
+    await nemesis.pause_metadata(name, nemesis.arena.rng.randrange(len(nemesis.arena.metadata)))
+
+
+async def _rolling_restart(nemesis: Nemesis, name: str) -> None:
+    for worker in nemesis.workers():
+        await nemesis.kill_actor(name, worker)
+
+
+async def _drain(nemesis: Nemesis, name: str) -> None:
+    holder, _ = await nemesis.pair()
+    await nemesis.drain_worker(name, holder)
+
+
+async def _evict_storm(nemesis: Nemesis, name: str) -> None:
+    await nemesis.flood(name, FLOOD_REQUESTS, FLOOD_TOKENS)
+
+
+async def _join_storm(nemesis: Nemesis, name: str) -> None:
+    await nemesis.join_workers(name, 2)
+
+
+def _slow(factor: float) -> Callable[[Nemesis, str], Awaitable[None]]:
+    async def strike(nemesis: Nemesis, name: str) -> None:
+        holder, _ = await nemesis.pair()
+        await nemesis.slow_links(name, holder, factor, LINK_FAULT_S)
+
+    return strike
+
+
+async def _drop(nemesis: Nemesis, name: str) -> None:
+    holder, _ = await nemesis.pair()
+    await nemesis.shape_links(name, holder, LinkShape(loss=1.0), LINK_FAULT_S)
+
+
+async def _one_way(nemesis: Nemesis, name: str) -> None:
+    holder, reader = await nemesis.pair()
+    await nemesis.shape_one_way(name, reader, holder, LinkShape(loss=1.0), LINK_FAULT_S)
+
+
+async def _stall(nemesis: Nemesis, name: str) -> None:
+    holder, _ = await nemesis.pair()
+    await nemesis.shape_links(name, holder, LinkShape(stalled=True), LINK_FAULT_S)
+
+
+async def _corrupt(nemesis: Nemesis, name: str) -> None:
+    holder, _ = await nemesis.pair()
+    await nemesis.shape_answers(name, holder, LinkShape(corruption=0.5), LINK_FAULT_S)
+
+
+_SIGNAL, _SHAPING = Mechanism.SIGNAL, Mechanism.SHAPING
+_TWO_REPLICAS, _SHAPED = Needs(metadata_replicas=2), Needs(shaped=True)
+
+_ALL = (
+    Scenario(
+        "kill-holder",
+        "SIGKILL to the holder of a load that was just decided",
+        "a load from a dead peer is redone, its other requests move on without losing or repeating a token",
+        _SIGNAL,
+        _kill_holder,
+    ),
+    Scenario(
+        "kill-reader",
+        "SIGKILL to the reader of a load that was just decided",
+        "requests move to another worker; the holder's pages come free",
+        _SIGNAL,
+        _kill_reader,
+    ),
+    Scenario(
+        "pause-holder",
+        "SIGSTOP to a holder for longer than its lease",
+        "a silent holder costs a stall bound, is taken off, and its zombie is fenced when it wakes up",
+        _SIGNAL,
+        _pause_holder,
+    ),
+    Scenario(
+        "kill-router",
+        "SIGKILL to the router",
+        "running streams do not pass through it; new requests wait inside their deadline",
+        _SIGNAL,
+        _kill_router,
+    ),
+    Scenario(
+        "pause-router",
+        "SIGSTOP to the router for longer than a lease",
+        "the same, without a closed connection to tell",
+        _SIGNAL,
+        _pause_router,
+    ),
+    Scenario(
+        "kill-metadata",
+        "SIGKILL to a metadata server",
+        "routers go on with what they know; owners register again by themselves",
+        _SIGNAL,
+        _kill_metadata,
+    ),
+    Scenario(
+        "kill-one-replica",
+        "SIGKILL to one of two metadata servers",
+        "readers fail over to the other",
+        _SIGNAL,
+        _kill_metadata,
+        _TWO_REPLICAS,
+    ),
+    Scenario(
+        "pause-metadata",
+        "SIGSTOP to a metadata server for longer than a lease",
+        "a silent directory is not taken for a cluster without members",
+        _SIGNAL,
+        _pause_metadata,
+    ),
+    Scenario(
+        "rolling-restart",
+        "SIGKILL to every worker in turn, each after the one before serves again",
+        "a whole fleet is replaced under load",
+        _SIGNAL,
+        _rolling_restart,
+    ),
+    Scenario(
+        "drain-under-load",
+        "drain a holder through the metadata service, end it when it is idle",
+        "a drained worker finishes what it has and gets nothing new",
+        Mechanism.API,
+        _drain,
+    ),
+    Scenario(
+        "evict-storm",
+        f"{FLOOD_REQUESTS} unique long prompts at once into segments of {TINY_SEGMENT_BLOCKS} blocks",
+        "eviction under pressure withdraws what it takes and spoils no read",
+        Mechanism.LOAD,
+        _evict_storm,
+        Needs(num_blocks=TINY_SEGMENT_BLOCKS),
+    ),
+    Scenario(
+        "node-join-storm",
+        "two new workers join at once",
+        "growth disturbs nobody",
+        Mechanism.API,
+        _join_storm,
+        Needs(embedded=True),
+    ),
+    Scenario(
+        "link-slow-10x",
+        "links from a holder at a tenth of their rate",
+        "late loads give way",
+        _SHAPING,
+        _slow(10),
+        _SHAPED,
+    ),
+    Scenario("link-slow-100x", "links from a holder at a hundredth", "the same", _SHAPING, _slow(100), _SHAPED),
+    Scenario(
+        "link-drop",
+        "reads from a holder are never answered",
+        "silence ends at the stall bound",
+        _SHAPING,
+        _drop,
+        _SHAPED,
+    ),
+    Scenario(
+        "link-one-way",
+        "one reader gets nothing from one holder",
+        "only that link is given up",
+        _SHAPING,
+        _one_way,
+        _SHAPED,
+    ),
+    Scenario(
+        "link-stall", "links from a holder stand still", "silence ends at the stall bound", _SHAPING, _stall, _SHAPED
+    ),
+    Scenario(
+        "link-corrupt",
+        "half of a holder's blocks have a wrong checksum",
+        "no such block is used",
+        _SHAPING,
+        _corrupt,
+        _SHAPED,
+    ),
+)
+
+SCENARIOS = {scenario.name: scenario for scenario in _ALL}
+
+
+def find_scenario(name: str) -> Scenario:
+    """A scenario by name.
+
+    Raises:
+        RequestError: there is none; the message names the nearest.
+    """
+    found = SCENARIOS.get(name)
+    if found is None:
+        near = difflib.get_close_matches(name, SCENARIOS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise RequestError(f"no scenario {name!r}{hint} 'kvpool inject list' names them all", field="scenario")
+    return found
