@@ -208,6 +208,11 @@ class AsyncKVPoolClient:
         record: dict[str, Any] = await self._connection.call("router", "explain", RequestId(request_id))
         return record
 
+    async def records(self) -> list[str]:
+        """All decision records the router keeps, oldest first, as JSON lines."""
+        lines: list[str] = await self._connection.call("router", "records")
+        return lines
+
     async def status(self) -> dict[str, Any]:
         """Members, blocks, links, decisions and failures of the cluster."""
         from kvpool.cluster.status import cluster_status
@@ -433,6 +438,10 @@ class KVPoolClient:
     def explain(self, request_id: str) -> dict[str, Any]:
         """The router's decision record of a request."""
         return self._run(self._async.explain(request_id))
+
+    def records(self) -> list[str]:
+        """All decision records the router keeps, oldest first, as JSON lines."""
+        return self._run(self._async.records())
 
     def status(self) -> dict[str, Any]:
         """Members, blocks, links, decisions and failures of the cluster."""

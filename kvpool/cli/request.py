@@ -1,14 +1,16 @@
-"""``kvpool generate`` and ``explain``."""
+"""``kvpool generate``, ``explain`` and ``records``."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvpool.cli.connect import open_client
 from kvpool.cli.output import AddressOption, JsonOption, NameOption, console, guarded, print_json, stderr
+from kvpool.cli.records import check_target, write_records
 from kvpool.cluster.state import DEFAULT_NAME
 
 
@@ -77,3 +79,24 @@ def _explain(request_id: str, address: str | None, name: str, as_json: bool) -> 
         print_json({key: value for key, value in record.items() if key != "text"})
     else:
         console.print(record["text"], markup=False, highlight=False, soft_wrap=True)
+
+
+def records(
+    out: Annotated[Path, typer.Option(help="File to write: .jsonl, or .parquet (needs pyarrow).")],
+    address: AddressOption = None,
+    name: NameOption = DEFAULT_NAME,
+    json_: JsonOption = False,
+) -> None:
+    """Export the router's decision records, each with its outcome, for 'kvpool replay' or a notebook."""
+    guarded(lambda: _records(out, address, name, json_), as_json=json_)
+
+
+def _records(out: Path, address: str | None, name: str, as_json: bool) -> None:
+    check_target(out)
+    with open_client(address, name) as client:
+        lines = client.records()
+    write_records(out, lines)
+    if as_json:
+        print_json({"out": str(out), "records": len(lines)})
+    else:
+        console.print(f"wrote {len(lines):,} records to {out}", highlight=False)
