@@ -56,7 +56,8 @@ def start_gateway(config: GatewayConfig, cluster: str) -> None:
     try:
         _within(START_TIMEOUT_S, lambda: _start(config, cluster))
     except (RuntimeError, TimeoutError, ValueError, RayError, RayServeException) as error:
-        raise UnavailableError(f"the gateway did not start: {error or type(error).__name__}") from error
+        cause = getattr(error, "cause", None) or error  # Ray wraps what its actors raise, traceback and all
+        raise UnavailableError(f"the gateway did not start: {str(cause) or type(cause).__name__}") from error
 
 
 def _start(config: GatewayConfig, cluster: str) -> None:
