@@ -104,8 +104,10 @@ def html(runs: Sequence[tuple[Verdict, str]]) -> str:
 _STYLE = """
 body{font:14px/1.45 system-ui,sans-serif;margin:2rem;color:#1c1e21;background:#fff;max-width:1120px}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;margin:0 0 1.5rem}
-th,td{padding:.25rem .6rem;border-bottom:1px solid #e3e5e8;text-align:right}th:first-child,td:first-child{text-align:left}
-tr.bad td{color:#b3261e;font-weight:600}h2{margin:2rem 0 .3rem}p,li{max-width:80ch}svg text{font:11px system-ui,sans-serif;fill:#5b6068}
+th,td{padding:.25rem .6rem;border-bottom:1px solid #e3e5e8;text-align:right}
+th:first-child,td:first-child{text-align:left}
+tr.bad td{color:#b3261e;font-weight:600}h2{margin:2rem 0 .3rem}p,li{max-width:80ch}
+svg text{font:11px system-ui,sans-serif;fill:#5b6068}
 .bad{color:#b3261e}
 """
 
@@ -136,7 +138,7 @@ def _timeline(story: Story) -> str:
     end_ns = max(story.rest_ns or story.last_ns, start_ns + 1)
     faults = sorted(story.faults.values(), key=lambda fault: fault.at_ns)
     top = LANE * max(1, len(faults)) + GAP
-    most_ms = max(10.0, max(_ttft_ms(request) for request in requests)) * 1.05
+    most_ms = max([10.0, *map(_ttft_ms, requests)]) * 1.05
     height = top + CHART + GAP
 
     def across(at_ns: int) -> float:

@@ -239,13 +239,20 @@ _ALL = (
     ),
     Scenario(
         "link-slow-10x",
-        "links from a holder at a tenth of their rate",
-        "late loads give way",
+        "links from a holder at a tenth of the rate the router has learned",
+        "late loads give way to computing",
         _SHAPING,
         _slow(10),
         _SHAPED,
     ),
-    Scenario("link-slow-100x", "links from a holder at a hundredth", "the same", _SHAPING, _slow(100), _SHAPED),
+    Scenario(
+        "link-slow-100x",
+        "the same at a hundredth",
+        "a load that cannot end in time costs no more than its deadline",
+        _SHAPING,
+        _slow(100),
+        _SHAPED,
+    ),
     Scenario(
         "link-drop",
         "reads from a holder are never answered",
@@ -257,7 +264,7 @@ _ALL = (
     Scenario(
         "link-one-way",
         "one reader gets nothing from one holder",
-        "only that link is given up",
+        "a partial partition costs that pair its loads and nobody a request",
         _SHAPING,
         _one_way,
         _SHAPED,
