@@ -12,6 +12,7 @@ into its buffer. `Operation` therefore owns the buffer, and its owner keeps the 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -26,6 +27,7 @@ from kvpool.transport.ucx.native import FailedEndpointClose, forget_cancelled_re
 from kvpool.transport.wire import MAX_MESSAGE_BYTES, is_data_tag
 
 PROBES_PER_STEP = 64
+RETIRED_NS = 5_000_000_000
 MAX_PORTS = 8
 MAX_ADDRESSES = 4096  # of incarnations a reader remembers to have met
 _ANY_TAG = libucxx.UCXXTag(0)
@@ -247,10 +249,19 @@ class PortSet:
         return self.ports[-1]
 
 
+_retired: deque[tuple[int, list[Port]]] = deque()
+"""Ports of ended transports of this process, and since when. A process that ends takes them along."""
+
+
 class Fabric:
-    """Context and ports of one process end."""
+    """Context and ports of one process end.
+
+    Ports outlive `retire` by some seconds: destroying a UCX worker while other workers of the process still tear down
+    their connections to it crashed in UCX.
+    """
 
     def __init__(self, settings: Mapping[str, str]) -> None:
+        _destroy_retired(time.monotonic_ns() - RETIRED_NS)
         try:
             features = (libucxx.Feature.TAG, libucxx.Feature.WAKEUP)
             self._context = libucxx.UCXContext(dict(settings), features)
@@ -264,10 +275,20 @@ class Fabric:
         """Every port there is now, the server's last."""
         return [*self.readers.ports, self.server]
 
+    def retire(self) -> None:
+        """Nobody uses the ports any more; they are destroyed when a later fabric is made."""
+        _retired.append((time.monotonic_ns(), self.ports))
+
     @property
     def info(self) -> str:
         """UCX's description of the context: devices and memory domains."""
         return str(self._context.info)
+
+
+def _destroy_retired(before_ns: int) -> None:
+    while _retired and _retired[0][0] < before_ns:
+        for port in _retired.popleft()[1]:
+            port.close()
 
 
 def _control_bytes(operation: Operation) -> memoryview | None:

@@ -106,8 +106,7 @@ class ProgressLoop:
             self._abandon(error)
         self._exited = True
         self._run_commands(self._clock_ns())
-        for port in self._fabric.ports:
-            port.close()
+        self._fabric.retire()
 
     def _loop(self) -> None:
         with select.epoll() as poller:
