@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvpool.cli import bench, cluster, demo, inject, request
+from kvpool.cli import bench, cluster, demo, inject, request, simulate
 from kvpool.cli.output import JsonOption, console, guarded, print_json, progress
 from kvpool.config import DEFAULT_MODEL
 
@@ -26,9 +26,13 @@ app.command()(cluster.down)
 app.command()(cluster.status)
 app.command()(request.generate)
 app.command()(request.explain)
+app.command()(request.records)
 app.command()(demo.demo)
 app.command()(bench.bench)
 app.command()(inject.inject)
+app.command()(simulate.simulate)
+app.command()(simulate.tune)
+app.command()(simulate.replay)
 
 
 @app.command()
