@@ -94,7 +94,8 @@ class RouterActor:
         namespace = self._info.namespace.for_tenant(request.tenant)
         context = request.prompt + request.generated
         chain = block_hashes(context, namespace)
-        meta = RequestMeta(request.request_id, len(context), chain, request.sampling.max_tokens, exclude)
+        left = request.sampling.max_tokens - len(request.generated)
+        meta = RequestMeta(request.request_id, len(context), chain, left, exclude)
         with self._lock:
             return self._core.route(meta)
 

@@ -100,6 +100,7 @@ class RouterCore:
         self._given_footprint = footprint
         self._footprint = footprint
         self._sequences: dict[WorkerKey, int] = {}
+        self._capacity: dict[WorkerKey, int] = {}
         self._worker_counters: dict[WorkerKey, dict[str, int]] = {}
         self._decided = 0
         self._counters: Counter[str] = Counter()
@@ -127,7 +128,7 @@ class RouterCore:
             meta.prompt_tokens,
             len(meta.chain),
             max_tokens=meta.max_tokens,
-            exclude=meta.exclude,
+            exclude=meta.exclude | self._too_small(meta),
             chain=meta.chain,
         )
         decision = self._policy.choose(request, snapshot, self._rng)
@@ -194,6 +195,7 @@ class RouterCore:
             data_address=info.data_address,
             control_address=info.control_address,
         )
+        self._capacity[key] = next((blocks for blocks in info.capacity_blocks if blocks), 0)
         if self._fleet.get(key) is None:
             for sample in info.calibration:
                 self._prefills.observe(key.worker_id, sample.new_tokens, sample.context_tokens, sample.elapsed_ns)
@@ -311,6 +313,14 @@ class RouterCore:
 
     # ---- private
 
+    def _too_small(self, meta: RequestMeta) -> frozenset[WorkerKey]:
+        """Workers whose segment could never hold the request; none when that is all of them, since a worker says best
+        what it lacks."""
+        assert self._footprint is not None
+        needed = (meta.prompt_tokens + meta.max_tokens) // self._footprint.block_tokens
+        small = frozenset(key for key, blocks in self._capacity.items() if 0 < blocks < needed)
+        return small if len(small) < len(self._capacity) else frozenset()
+
     def _remember(self, decision_id: str, request: RequestView, snapshot: Snapshot, decision: Decision) -> None:
         self._records.add(
             DecisionRecord(
@@ -339,6 +349,7 @@ class RouterCore:
         self._ledger.forget(key, self._clock_ns())
         self._failures.forget(key)
         self._sequences.pop(key, None)
+        self._capacity.pop(key, None)
         self._worker_counters.pop(key, None)
         if self._fleet.remove(key):
             self._keys = tuple(view.key for view in self._fleet.workers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -216,3 +217,23 @@ def test_a_retry_replaces_the_promise_and_keeps_both_decisions() -> None:
     assert second.worker != first.worker
     assert core.status()["promises"] == 1
     assert sum(line.startswith("request r") for line in core.explain(RequestId("r"))) == 2
+
+
+def _with_capacity(core: RouterCore, number: int, blocks: int) -> None:
+    core.on_member_change(replace(member(number), capacity_blocks=(0, blocks, 0)), MemberState.ALIVE)
+    core.on_report(report(number, 1))
+
+
+def test_a_worker_whose_segment_could_never_hold_the_request_is_left_out() -> None:
+    core, directory, _ = make_core()
+    directory.held[key(1)] = {Tier.DEVICE: 90}  # the cheapest, were it not too small for prompt and output
+    _with_capacity(core, 1, 100)
+    assert core.route(meta("r", 1600, max_tokens=16)).worker != key(1)
+    assert core.route(meta("s", 1600, max_tokens=1)).worker == key(1)
+
+
+def test_when_every_worker_is_too_small_one_is_chosen_to_say_what_it_lacks() -> None:
+    core, _, _ = make_core()
+    for number in range(3):
+        _with_capacity(core, number, 10)
+    assert core.route(meta("r", 1600)).worker in {key(number) for number in range(3)}
