@@ -83,6 +83,7 @@ class ManualRouter:
             load_deadline_ns=deadline_ns,
             stall_ns=stall_ns,
             predicted_ttft_ns=EXPECTED_NS,
+            predicted_load_ns=EXPECTED_NS,
         )
         return self._route(request_id, worker_id, plan)
 
