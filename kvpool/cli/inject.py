@@ -27,7 +27,7 @@ from kvpool.cli.output import (
 from kvpool.errors import RequestError
 from kvpool.faults.checker import Verdict, check_history
 from kvpool.faults.history import HistoryWriter, read_history
-from kvpool.faults.report import COLUMNS, as_data, cells, html, row
+from kvpool.faults.report import SHORT_COLUMNS, as_data, cells, html, row
 from kvpool.faults.runner import (
     ClusterUnderTest,
     RunOptions,
@@ -179,7 +179,8 @@ def _conclude(judged: Sequence[tuple[Verdict, str]], report: Path | None, as_jso
     if as_json:
         print_json({"holds": all(item.holds for item, _ in judged), "runs": [as_data(*item) for item in judged]})
     else:
-        print_table("fault runs", [title for _, title in COLUMNS], [cells(row(verdict)) for verdict, _ in judged])
+        rows = [cells(row(verdict), SHORT_COLUMNS) for verdict, _ in judged]
+        print_table("fault runs", [title for _, title in SHORT_COLUMNS], rows)
         for verdict, path in judged:
             _print(verdict, path)
     if not all(verdict.holds for verdict, _ in judged):

@@ -75,6 +75,7 @@ class Nemesis:
         self.arena = arena
         self._numbers = itertools.count(1)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._pids: dict[str, int] = {}
 
     @property
     def pause_s(self) -> float:
@@ -84,7 +85,11 @@ class Nemesis:
     # ── victims ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def pair(self) -> tuple[WorkerId, WorkerId]:
-        """Holder and reader of a load that was just decided; two live workers by chance when none comes soon."""
+        """Holder and reader of a load that was just decided; two live workers by chance when none comes soon.
+
+        Their process ids are asked for beforehand, so that a signal can still find the load under way.
+        """
+        self._pids = {worker: await self.pid_of(worker) for worker in self.workers()}
         load = await self.arena.connection.next_load(LOAD_WAIT_S)
         if load is not None:
             return load[0].worker_id, load[1].worker_id
@@ -117,13 +122,17 @@ class Nemesis:
                 return pid
         raise UnavailableError(f"{actor} (pid {pid}) does not run on this machine; strike it from its own node")
 
+    async def _victim(self, actor: str) -> int:
+        """Process id of an actor, at once when `pair` has just asked for it."""
+        pid = self._pids.pop(actor, None)
+        return pid if pid is not None and psutil.pid_exists(pid) else await self.pid_of(actor)
+
     # ── strikes on actors ────────────────────────────────────────────────────────────────────────────────────────────
 
     async def kill_actor(self, name: str, actor: str) -> None:
         """SIGKILL; healed when a new process serves in its place."""
         async with self._locks[actor]:
-            old_key = self.key_of(WorkerId(actor))
-            pid = await self.pid_of(actor)
+            old_key, pid = self.key_of(WorkerId(actor)), await self._victim(actor)
             fault = self._fault(name, actor, "SIGKILL", key=old_key, pid=pid)
             _send(pid, signal.SIGKILL)
             await self._wait(lambda: self._serves(actor, old_key, pid), f"{actor} serves again")
@@ -132,7 +141,7 @@ class Nemesis:
     async def pause_actor(self, name: str, actor: str) -> None:
         """SIGSTOP for longer than the lease; healed when it runs on. Its fenced incarnation is replaced after that."""
         async with self._locks[actor]:
-            pid = await self.pid_of(actor)
+            pid = await self._victim(actor)
             fault = self._fault(name, actor, "SIGSTOP", key=self.key_of(WorkerId(actor)), pid=pid)
             await self._pause(pid)
             self._heal(fault, "SIGCONT")

@@ -29,7 +29,8 @@ AUDIT_TIMEOUT_S = 5.0
 AUDIT_PERIOD_S = 0.5
 FORCED_DEADLINE_NS = 8_000_000_000
 FORCED_STALL_NS = 1_000_000_000
-FORCED_EXPECTED_NS = 100_000_000
+FORCED_EXPECTED_NS = 2_000_000
+"""What a worker is told to expect of a forced load: little, so that it waits as long as computing would take."""
 MIN_FORCED_BLOCKS = 4
 
 
@@ -70,6 +71,7 @@ class ForcedLoads:
             load_deadline_ns=FORCED_DEADLINE_NS,
             stall_ns=FORCED_STALL_NS,
             predicted_ttft_ns=FORCED_EXPECTED_NS,
+            predicted_load_ns=FORCED_EXPECTED_NS,
         )
         return replace(
             route,

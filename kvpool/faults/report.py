@@ -29,6 +29,21 @@ COLUMNS = (
 )
 """Keys of a row, and what its column is called."""
 
+SHORT_COLUMNS = (
+    ("scenario", "scenario"),
+    ("requests", "sent"),
+    ("ok", "ok"),
+    ("retried", "retried"),
+    ("loads_redone", "redone"),
+    ("max_stall_ms", "stall ms"),
+    ("detect_ms_max", "detect ms"),
+    ("recover_ms_max", "recover ms"),
+    ("lost", "lost"),
+    ("wrong", "wrong"),
+    ("violations", "broken"),
+)
+"""The same for a terminal."""
+
 WIDTH, LEFT, RIGHT = 1080, 60, 20
 LANE, CHART, GAP = 18, 220, 34
 PLAN_COLOURS = {"redo": "#8a8f98", "load": "#2a78d6", "split": "#1b9e77", "": "#c9ccd1"}
@@ -49,9 +64,9 @@ def row(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def cells(numbers: dict[str, Any]) -> list[str]:
-    """A row as text, in the order of `COLUMNS`."""
-    return [_shown(numbers.get(key)) for key, _ in COLUMNS]
+def cells(numbers: dict[str, Any], columns: tuple[tuple[str, str], ...] = COLUMNS) -> list[str]:
+    """A row as text, in the order of its columns."""
+    return [_shown(numbers.get(key)) for key, _ in columns]
 
 
 def as_data(verdict: Verdict, history: str) -> dict[str, Any]:

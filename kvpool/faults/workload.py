@@ -50,11 +50,11 @@ class WorkloadConfig:
     seed: int = 0
     rate_rps: float = 4.0
     systems: int = 3
-    system_tokens: int = 384
+    system_tokens: int = 512
     chats: int = 8
     turns: int = 3
     question_tokens: int = 48
-    answer_tokens: int = 12
+    answer_tokens: int = 24
     timeout_ns: int = 30 * S
     tight_timeout_ns: int = 2 * S
     stream_share: float = 0.5
