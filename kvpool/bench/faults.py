@@ -42,7 +42,9 @@ KILL_BOUND_S = 1.0
 SILENCE_BOUND_S = 1.0
 RECOVERY_BOUND_S = 2.0
 SLOW_BOUND_S = DEADLINE_NS / S + 1.0  # deadline, and the drain of one window
-NAMESPACE, OUR_LINK, THEIR_LINK = "kvpool-faults", "kvpool-f0", "kvpool-f1"
+_MARK = os.getpid() % 100_000  # two runs on one machine must not meet
+NAMESPACE, OUR_LINK, THEIR_LINK = f"kvpool-faults-{_MARK}", f"kvpf{_MARK}a", f"kvpf{_MARK}b"
+OUR_ADDRESS, THEIR_ADDRESS = f"10.77.{_MARK % 250}.1/24", f"10.77.{_MARK % 250}.2/24"
 
 
 def run(*, quick: bool, peers: bool) -> list[Row]:
@@ -363,9 +365,9 @@ def _namespace() -> Iterator[World]:
     _ip("netns", "add", NAMESPACE)
     try:
         _ip("link", "add", OUR_LINK, "type", "veth", "peer", "name", THEIR_LINK, "netns", NAMESPACE)
-        _ip("addr", "add", "10.77.0.1/24", "dev", OUR_LINK)
+        _ip("addr", "add", OUR_ADDRESS, "dev", OUR_LINK)
         _ip("link", "set", OUR_LINK, "up")
-        _run(*inside, "ip", "addr", "add", "10.77.0.2/24", "dev", THEIR_LINK)
+        _run(*inside, "ip", "addr", "add", THEIR_ADDRESS, "dev", THEIR_LINK)
         _run(*inside, "ip", "link", "set", THEIR_LINK, "up")
         ours = {"TLS": "tcp", "NET_DEVICES": OUR_LINK}
         theirs = {"TLS": "tcp", "NET_DEVICES": THEIR_LINK}
