@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvpool.cluster.launcher import Cluster
 from kvpool.config import ClusterConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from kvpool.request import TokenLogprobs
+from kvpool.request import GenerateResult, TokenLogprobs
 from kvpool.types import WorkerId
 from tests.multiprocess.cluster_kit import ClusterKit
 from workers.engine.reference import PlainModel
@@ -137,11 +139,32 @@ def test_sampling_with_a_seed_does_not_depend_on_the_worker_or_the_way_the_prefi
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-def test_the_demo_prompt_shape_is_loaded_faster_than_redone_by_choice(kit: ClusterKit) -> None:
-    """The router itself loads when the holder is busy, and the record says so."""
-    prompt = _prompt(400, 7)
-    kit.warm(FIRST, prompt)
-    results = kit.run(kit.client.generate_batch([prompt + _prompt(40, 300 + i) for i in range(6)], max_tokens=4))
-    records = [kit.run(kit.client.explain(result.request_id)) for result in results]
-    assert all(record["candidates"] and record["worker"] for record in records)
-    assert sum(result.stats.tokens_loaded for result in results) > 0
+def test_the_router_loads_elsewhere_when_the_holder_is_busy_and_the_record_says_why(
+    kit: ClusterKit, plain: PlainModel
+) -> None:
+    prompt = _prompt(300, 7)
+    kit.warm(FIRST, prompt[:288])
+
+    async def ask_while_the_holder_prefills() -> tuple[GenerateResult, dict[str, Any]]:
+        cold = [kit.request(_prompt(1500, 300 + index), max_tokens=1) for index in range(3)]
+        busy = [asyncio.ensure_future(kit.follow(kit.routes.redo(item.request_id, FIRST), item)) for item in cold]
+        while not _queued_tokens(kit, FIRST):
+            await asyncio.sleep(0.02)
+        result = await kit.client.generate(prompt, max_tokens=4, logprobs=1, ignore_eos=True)
+        for task in busy:
+            task.cancel()
+        await asyncio.gather(*busy, return_exceptions=True)
+        return result, await kit.client.explain(result.request_id)
+
+    result, record = kit.run(ask_while_the_holder_prefills())
+    _assert_equal(result.logprobs, plain.greedy(prompt, 4))
+    assert (result.stats.worker_id, result.stats.tokens_loaded) == (SECOND, 288)
+    dearer = [item for item in record["candidates"] if item["worker"].startswith(f"{FIRST}@")]
+    assert all(item["price_ns"] > record["price_ns"] for item in dearer)
+
+
+def _queued_tokens(kit: ClusterKit, worker_id: WorkerId) -> int:
+    """Prompt tokens the worker says it still has to compute."""
+    members = kit.watcher.members().values()
+    report = next((member.report for member in members if member.info.key.worker_id == worker_id), None)
+    return 0 if report is None else report.load.queued_prefill_tokens
