@@ -73,7 +73,7 @@ class UcxOptions:
     """
 
     settings: Mapping[str, str] = field(default_factory=dict)
-    max_run_bytes: int = 4 * MIB
+    max_run_bytes: int = 8 * MIB
     link_window_bytes: int = 32 * MIB
     process_window_bytes: int = 128 * MIB
     link_window_runs: int = 64
