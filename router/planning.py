@@ -38,7 +38,7 @@ class Harm:
         return self.base == 0.0 and self.follow == 0.0
 
 
-DEFAULT_HARM = Harm(base=0.3, follow=8.0)
+DEFAULT_HARM = Harm(base=0.5, follow=6.0)
 """Found by replaying parts of the conversation trace on two models, from light load to overload."""
 
 
