@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
+from rich.table import Table
 
 from kvpool.cli.output import JsonOption, console, guarded, print_json, print_table, progress
 from kvpool.cli.records import read_records
@@ -113,24 +115,24 @@ def _simulate(sweep: Sweep, html: Path | None, as_json: bool) -> None:
         _print_cell(sweep, group)
     for name in (OURS, TUNED):
         for loss in losses(runs, name):
-            report = loss.run.report
-            console.print(
-                f"{name} is behind {loss.best.report.policy} at {report.bandwidth_gbytes_per_s:g} GB/s, rate "
-                f"×{report.rate:g}: mean TTFT ×{loss.ratio:.3f}",
-                highlight=False,
-            )
+            console.print(loss.text, highlight=False)
 
 
-_HEADER = ("policy", "mean", "p50", "p90", "p99", "good 1/s", "good", "hits", "loads", "busiest")
+_HEADER = ("policy", "mean", "p50", "p90", "p99", "good/s", "hits", "loads", "busiest")
 
 
 def _print_cell(sweep: Sweep, group: list[Run]) -> None:
     first = group[0].report
     title = (
         f"{sweep.nodes} × {sweep.preset.name}, {first.bandwidth_gbytes_per_s:g} GB/s, rate ×{first.rate:g} "
-        f"({group[0].offered_rps:.3g} requests/s): TTFT in seconds, goodput, shares"
+        f"({number(group[0].offered_rps)} requests/s), TTFT in s"
     )
-    print_table(title, _HEADER, [_row(run) for run in group])
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    for place, name in enumerate(_HEADER):
+        table.add_column(name, justify="right" if place else "left", no_wrap=True)
+    for run in group:
+        table.add_row(*_row(run))
+    console.print(table)
 
 
 def _row(run: Run) -> tuple[str, ...]:
@@ -141,7 +143,6 @@ def _row(run: Run) -> tuple[str, ...]:
         item.policy,
         *(number(value / 1e3) for value in ttft_ms),
         f"{item.goodput_rps:.2f}",
-        f"{item.good_share:.0%}",
         f"{item.hit_share:.0%}",
         f"{loads:.0%}",
         f"{item.largest_share:.1f}×",

@@ -32,6 +32,7 @@ max-width:75ch}svg{width:100%;height:auto;display:block}.grid{display:grid;grid-
 gap:1rem 1.6rem}figure{margin:0;break-inside:avoid;max-width:640px}figcaption{font-weight:600;margin:.6rem 0 .2rem}
 table{border-collapse:collapse;font-size:13px;margin:.5rem 0;font-variant-numeric:tabular-nums}.wide{overflow-x:auto}
 th,td{padding:.22rem .6rem;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}
+th{white-space:normal;max-width:9em}
 th:first-child,td:first-child{text-align:left}thead th{border-bottom:2px solid #888;vertical-align:bottom}
 td.best{font-weight:700}dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem 1rem;margin:.6rem 0}
 dt{color:#666}dd{margin:0}.ours td:first-child{font-weight:700}
@@ -147,23 +148,32 @@ def _regret_chart(sweep: Sweep, grouped: dict[tuple[float, float], list[Run]]) -
         rows,
         (("mean over all cells", "#d55e00"), ("up to the worst cell", "#f6cfae")),
         Axis(
-            "mean TTFT above that of the best policy of the same cell (%)", 0.0, min(100 * _MAX_REGRET, max(5.0, most))
+            "mean TTFT above that of the cell's best policy (%; bars end at 200)",
+            0.0,
+            min(100 * _MAX_REGRET, max(5.0, most)),
         ),
-        lambda values: f"{number(values[0])} / {number(sum(values))} %",
+        lambda values: f"{_percent(values[0])} / {_percent(sum(values))} %",
     )
-    return _figure("Regret against the best policy of each cell (bars end at 200 %; mean / worst)", chart)
+    return _figure("Regret against the best policy of each cell (mean / worst)", chart)
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1f}" if value < 100.0 else f"{value:.0f}" if value < 1000.0 else ">999"
 
 
 def _losses(sweep: Sweep, lost: list[Loss]) -> str:
     if not any(name in sweep.policies for name in (OURS, TUNED)) or len(sweep.policies) < 2:
         return ""
     if not lost:
-        return f"<h3>Where ours loses</h3><p>In no cell by more than {_TIE:.0%}.</p>"
+        return (
+            f"<h3>Where ours loses</h3><p>In no cell by more than {_TIE:.0%}, be it mean TTFT, p99 TTFT or goodput.</p>"
+        )
     header = (
         "policy",
         "cell",
         "best",
-        "TTFT against best",
+        "behind in",
+        "by",
         "hit share",
         "tokens loaded",
         "busiest node × fair",
@@ -179,7 +189,8 @@ def _losses(sweep: Sweep, lost: list[Loss]) -> str:
                 ours.policy,
                 f"{ours.bandwidth_gbytes_per_s:g} GB/s, ×{ours.rate:g}",
                 best.policy,
-                f"×{loss.ratio:.3f}",
+                loss.measure.title,
+                f"{loss.behind:.1%}",
                 f"{ours.hit_share:.1%} vs {best.hit_share:.1%}",
                 f"{ours.loaded_share:.1%} vs {best.loaded_share:.1%}",
                 f"{ours.largest_share:.2f} vs {best.largest_share:.2f}",
@@ -196,28 +207,38 @@ def _losses(sweep: Sweep, lost: list[Loss]) -> str:
 
 
 def _goodput(sweep: Sweep, runs: Sequence[Run], styles: dict[str, Style]) -> str:
-    offered = [run.offered_rps for run in runs]
-    high = 1.08 * max(offered)
+    curve = len(sweep.rates) > 1
     figures = []
     for bandwidth in sweep.bandwidths_bytes_per_s:
-        lines = []
-        for name in sweep.policies:
-            mine = [run for run in runs if run.report.policy == name and _at(run, bandwidth)]
-            points = sorted((run.offered_rps, run.report.goodput_rps) for run in mine)
-            lines.append(Line(name, tuple(points), styles[name]))
-        most = max((y for line in lines for _, y in line.points), default=1.0)
-        chart = line_chart(
-            f"Goodput against request rate at {bandwidth / 1e9:g} GB/s",
-            Axis("arriving requests per second (1/s)", 0.0, high),
-            Axis("goodput (good requests/s)", 0.0, max(1e-3, 1.08 * most)),
-            lines,
-            markers=True,
-        )
+        here = [run for run in runs if _at(run, bandwidth)]
+        chart = _goodput_curve(sweep, here, styles) if curve else _goodput_bars(here)
         figures.append(_figure(f"{bandwidth / 1e9:g} GB/s", chart))
-    hint = "" if len(sweep.rates) > 1 else " Only one rate was run; give several with --rate to see the knee."
+    hint = "" if curve else " Only one rate was run; several (--rate 1,2,4) show where each policy bends."
     return (
         f"<h2>Goodput against request rate</h2><p>Requests per second that met both limits.{hint}</p>{_grid(figures)}"
     )
+
+
+def _goodput_curve(sweep: Sweep, runs: Sequence[Run], styles: dict[str, Style]) -> str:
+    lines = []
+    for name in sweep.policies:
+        points = sorted((run.offered_rps, run.report.goodput_rps) for run in runs if run.report.policy == name)
+        lines.append(Line(name, tuple(points), styles[name]))
+    most = max((y for line in lines for _, y in line.points), default=1.0)
+    return line_chart(
+        "Goodput against request rate",
+        Axis("arriving requests per second (1/s)", 0.0, 1.08 * max(run.offered_rps for run in runs)),
+        Axis("goodput (good requests/s)", 0.0, max(1e-3, 1.08 * most)),
+        lines,
+        markers=True,
+    )
+
+
+def _goodput_bars(runs: Sequence[Run]) -> str:
+    rows = [(run.report.policy, (run.report.goodput_rps,)) for run in runs]
+    axis = Axis("goodput (good requests/s)", 0.0, max(1e-3, *(run.offered_rps for run in runs)))
+    part = (f"of {number(runs[0].offered_rps)} arriving requests/s", "#0b4f9e")
+    return stacked_bars("Goodput by policy", rows, (part,), axis, lambda values: number(values[0]))
 
 
 def _at(run: Run, bandwidth_bytes_per_s: float) -> bool:

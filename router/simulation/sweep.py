@@ -187,16 +187,38 @@ def _run(sweep: Sweep, bandwidth: float, rate: float, name: str, on_progress: Ca
 
 
 @dataclass(frozen=True, slots=True)
+class Measure:
+    """What policies are compared by; ``sign`` −1 means the more the better."""
+
+    title: str
+    value: Callable[[SimReport], float]
+    sign: int = 1
+
+
+MEASURES = (
+    Measure("mean TTFT", lambda report: report.ttft_mean_ms),
+    Measure("p99 TTFT", lambda report: report.ttft_p99_ms),
+    Measure("goodput", lambda report: report.goodput_rps, sign=-1),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Loss:
-    """A cell in which a run of ours is worse than the best other policy by more than the tolerance."""
+    """A cell in which a run is behind the best other policy; ``behind`` is 0.02 for 2 % worse."""
 
     run: Run
     best: Run
+    measure: Measure
+    behind: float
 
     @property
-    def ratio(self) -> float:
-        """Mean TTFT against the best, above 1."""
-        return self.run.report.ttft_mean_ms / max(1e-9, self.best.report.ttft_mean_ms)
+    def text(self) -> str:
+        """For a reader."""
+        report = self.run.report
+        return (
+            f"{report.policy} is {self.behind:.1%} behind {self.best.report.policy} in {self.measure.title} at "
+            f"{report.bandwidth_gbytes_per_s:g} GB/s, rate ×{report.rate:g}"
+        )
 
 
 def cells(runs: list[Run]) -> dict[tuple[float, float], list[Run]]:
@@ -219,12 +241,23 @@ def regret(run: Run, rivals: list[Run]) -> float:
 
 
 def losses(runs: list[Run], policy: str = OURS, tolerance: float = 0.02) -> list[Loss]:
-    """Cells in which the policy's mean TTFT is behind the best one's by more than the tolerance."""
+    """Where the policy is behind the best one of the cell by more than the tolerance, by any of `MEASURES`."""
     found = []
     for group in cells(runs).values():
-        best = best_of(group)
-        for run in group:
-            loss = Loss(run, best)
-            if run.report.policy == policy and run is not best and loss.ratio > 1.0 + tolerance:
-                found.append(loss)
+        for run in (item for item in group if item.report.policy == policy):
+            for measure in MEASURES:
+                best = min(group, key=lambda item: _rank(item, measure))
+                behind = _behind(measure, run, best)
+                if best is not run and behind > tolerance:
+                    found.append(Loss(run, best, measure, behind))
     return found
+
+
+def _rank(run: Run, measure: Measure) -> tuple[int, float]:
+    """Order by a measure; whoever leaves requests unanswered comes last."""
+    return run.report.unfinished, measure.sign * measure.value(run.report)
+
+
+def _behind(measure: Measure, run: Run, best: Run) -> float:
+    mine, theirs = measure.value(run.report), measure.value(best.report)
+    return mine / max(theirs, 1e-9) - 1.0 if measure.sign > 0 else 1.0 - mine / max(theirs, 1e-9)
