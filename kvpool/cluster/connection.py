@@ -129,8 +129,9 @@ class ClusterConnection:
                 chunk: TokenChunk = await asyncio.wait_for(reference, CALL_TIMEOUT_S)
                 finished = chunk.finish is not None
                 yield chunk
-            if not finished:
-                raise UnavailableError(f"{what} ended the stream early")
+                if finished:
+                    return  # nothing may follow, so a worker that dies now owes nothing and must not be waited for
+            raise UnavailableError(f"{what} ended the stream early")
         except KVPoolError:
             raise
         except Exception as error:
