@@ -43,7 +43,8 @@ KNOWN_REASONS = frozenset(
 )
 """Names under which a request may fall back on another worker or on redoing what it could not load."""
 
-FENCED_FAULTS = ("kill", "pause", "restart")
+KILLED, STOPPED, DRAINED = "SIGKILL", "SIGSTOP", "drain"
+"""Beginnings of a fault's mechanism that say for how long its victim must not be offered."""
 
 
 class Rule(Enum):
@@ -232,10 +233,13 @@ def _counted_by_workers(story: Story, seen: Counter[tuple[str, str]]) -> Iterato
 def _dead_not_offered(story: Story, bounds: Bounds) -> Iterator[Violation]:
     lease_ns = int(story.run.get("lease_ns", 0))
     for fault in story.faults.values():
-        if fault.key is None or not fault.name.startswith(FENCED_FAULTS) or _news_cut_off(story, fault):
+        is_told = fault.mechanism.startswith(DRAINED)
+        is_off = is_told or fault.mechanism.startswith((KILLED, STOPPED))
+        if fault.key is None or not is_off or _news_cut_off(story, fault):
             continue
-        until_ns = story.last_ns if fault.name.startswith(("kill", "restart")) else fault.heal_ns or story.last_ns
-        limit_ns = fault.at_ns + lease_ns + bounds.detect_ns
+        may_return = fault.mechanism.startswith(STOPPED)
+        until_ns = (may_return and fault.heal_ns) or story.last_ns
+        limit_ns = fault.at_ns + bounds.detect_ns + (0 if is_told else lease_ns)
         failed_ns = _first_failed_load(story, fault, until_ns)
         if failed_ns is not None:
             limit_ns = min(limit_ns, failed_ns + bounds.detect_ns)

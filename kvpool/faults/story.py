@@ -82,6 +82,7 @@ class Fault:
     at_ns: int
     name: str
     target: str
+    mechanism: str
     key: str | None
     heal_line: int | None = None
     heal_ns: int | None = None
@@ -144,7 +145,13 @@ def _tell(story: Story, record: Record) -> None:
             story.requests[data["id"]] = _invoked(record)
         case Kind.FAULT:
             story.faults[data["fault"]] = Fault(
-                data["fault"], record.line, record.at_ns, data["name"], data["target"], data.get("key")
+                data["fault"],
+                record.line,
+                record.at_ns,
+                data["name"],
+                data["target"],
+                data.get("mechanism", ""),
+                data.get("key"),
             )
         case Kind.HEAL:
             fault = story.faults.get(data["fault"])
