@@ -86,7 +86,7 @@ class World:
         return PeerProcess(replace(self.theirs, epoch=self.epochs), self.prefix)
 
     def read(self, peer: Peer, blocks: int = BLOCKS, *, patient: bool = False) -> ReadHandle:
-        """Start a read; a patient one is for recovery and bystanders."""
+        """Start a read; a patient one is for recovery, bystanders, and faults that must not end a read."""
         stall_ns, deadline_ns = (LIMIT_NS, LIMIT_NS) if patient else (STALL_NS, DEADLINE_NS)
         return self.transport.read(read_request(peer, range(blocks), BLOCK_BYTES, deadline_ns, stall_ns))
 
@@ -260,12 +260,12 @@ def _link_slow(world: World, rng: random.Random) -> float:
 
 def _holder_evicts(world: World, rng: random.Random) -> float:
     with world.holder() as holder:
-        handle = world.read(holder.peer)
+        handle = world.read(holder.peer, patient=True)
         since_s = time.monotonic()
         holder.ask("evict", numbers=list(range(BLOCKS // 2, BLOCKS)))
         progress, took_s = _ended(world, handle, since_s)
         world.expect(progress.state is ReadState.DONE, "an eviction failed a read")
-        again = world.read(holder.peer).wait(LIMIT_NS)
+        again = world.read(holder.peer, patient=True).wait(LIMIT_NS)
         world.expect(again.statuses.count(BlockStatus.MISSING) == BLOCKS // 2, "evicted blocks were not missing")
         world.check_bytes(again)
         world.poison()
@@ -294,7 +294,7 @@ def _corrupted_payload(world: World, rng: random.Random) -> float:
         number = rng.randrange(BLOCKS)
         holder.ask("corrupt", number=number)
         since_s = time.monotonic()
-        progress, took_s = _ended(world, world.read(holder.peer), since_s)
+        progress, took_s = _ended(world, world.read(holder.peer, patient=True), since_s)
         world.expect(progress.statuses[number] is BlockStatus.CORRUPT, "a corrupt block was accepted")
         world.expect(progress.statuses.count(BlockStatus.ARRIVED) == BLOCKS - 1, "good blocks were lost")
     return took_s
@@ -305,7 +305,7 @@ def _mangled(how: str, survives: bool) -> Case:
         with world.holder() as holder:
             holder.ask("mangle", how=how)
             since_s = time.monotonic()
-            progress, took_s = _ended(world, world.read(holder.peer, rng.randint(1, BLOCKS)), since_s)
+            progress, took_s = _ended(world, world.read(holder.peer, rng.randint(1, BLOCKS), patient=survives), since_s)
             world.expect((progress.state is ReadState.DONE) == survives, f"a reply {how}: {progress.state.value}")
             holder.ask("mangle", how="none")
             world.check_recovery(holder.peer)
