@@ -229,7 +229,7 @@ def _turn(case: _Case, position: int) -> int:
 
 def _best_load(case: _Case, choice: _Choice, loads: list[LoadPrice]) -> _Choice:
     """Price pairs in the order of their bounds until none can beat the choice; appends what was priced."""
-    sources = _sources(case)
+    sources = _sources(case, choice.score)
     floors: dict[tuple[int, Tier], float] = {}
     fleet: Fleetwide | None = None
     tried = 0
@@ -324,15 +324,16 @@ def _fleetwide(case: _Case) -> Fleetwide:
     )
 
 
-def _sources(case: _Case) -> list[_Source]:
-    """Holders that may be read, best bound first.
+def _sources(case: _Case, best: float) -> list[_Source]:
+    """Holders that may be read, best bound first; what cannot get below ``best`` is bounded roughly.
 
-    The bound of a holder, for a worker with the fastest curve, the best link and the longest prefix that is shorter
-    than the holder's: the whole load, or, since the price of a partial load lies above the chord between its ends,
-    the redo that starts when the load does, less one block.
+    The rough bound is the least wait and what the holder lacks, on the fastest curve. The fine one adds the best link
+    and the longest prefix that is shorter than the holder's: it is the whole load or, since the price of a partial
+    load lies above the chord between its ends, the redo that starts when the load does, less one block.
     """
     snapshot, columns = case.snapshot, case.snapshot.columns
-    now_ns, split = snapshot.now_ns, snapshot.features.split
+    total, block_tokens = case.request.prompt_tokens, snapshot.footprint.block_tokens
+    t0_ns, token_ns, pair_ns = snapshot.fastest.t0_ns, snapshot.fastest.token_ns, snapshot.fastest.pair_ns
     wait = case.wait.item(case.wait.argmin())
     readable, out_free_ns, rank = columns.holder.item, columns.out_free_ns.item, columns.rank.item
     known: dict[tuple[int, Tier], _Ahead] = {}
@@ -341,17 +342,18 @@ def _sources(case: _Case) -> list[_Source]:
         position, blocks, tier = holding
         if not readable(position):
             continue
-        ahead = known.get((blocks, tier))
-        if ahead is None:
-            ahead = known[blocks, tier] = _look_ahead(case, blocks, tier)
-        backlog = max(0.0, out_free_ns(position) - now_ns)
-        if split:
-            bound = wait + ahead.rest
-        else:
+        backlog = max(0.0, out_free_ns(position) - snapshot.now_ns)
+        cached = blocks * block_tokens
+        bound = wait + t0_ns + (total - cached) * (token_ns + pair_ns * 0.5 * (total + cached))
+        if bound < best and not snapshot.features.split:
+            ahead = known.get((blocks, tier))
+            if ahead is None:
+                ahead = known[blocks, tier] = _look_ahead(case, blocks, tier)
             start = backlog + ahead.latency
             bound = min(max(wait, start + ahead.transfer) + ahead.rest, max(wait, start) + ahead.redo)
         sources.append(_Source(bound, backlog, rank(position), holding))
-    sources.sort(key=itemgetter(0, 1, 2))
+    if len(sources) > 1:
+        sources.sort(key=itemgetter(0, 1, 2))
     return sources
 
 
