@@ -17,6 +17,7 @@ import signal
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 
@@ -236,12 +237,17 @@ class Nemesis:
             fault = self._fault(name, ",".join(f"{at}<-{peer}" for at, peer in ends), f"shaping transport: {shape}")
             try:
                 for at, peer in ends:
-                    await self.arena.connection.call(at, "shape_link", peer, shape, timeout_s=CALL_TIMEOUT_S)
+                    with contextlib.suppress(UnavailableError):  # another strike was first; its successor is clear
+                        await self._shape_end(at, peer, shape)
                 await asyncio.sleep(seconds)
             finally:
                 for at, peer in ends:
-                    await self.arena.connection.call(at, "shape_link", peer, CLEAR, timeout_s=CALL_TIMEOUT_S)
+                    await self._wait(partial(self._shape_end, at, peer, CLEAR), f"the links of {at} are clear")
             self._heal(fault, "clear")
+
+    async def _shape_end(self, at: WorkerId, peer: WorkerId, shape: LinkShape) -> bool:
+        await self.arena.connection.call(at, "shape_link", peer, shape, timeout_s=CALL_TIMEOUT_S)
+        return True
 
     async def _learned_rate(self, holder: WorkerId) -> float:
         """Bytes per second of the slowest known link from a holder; a nominal rate when none is known."""
@@ -298,6 +304,8 @@ class Nemesis:
             try:
                 if await condition():
                     return
+            except RequestError:
+                raise  # asking again will not help
             except KVPoolError as error:
                 last = str(error)
             if loop.time() > deadline_s:
