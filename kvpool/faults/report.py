@@ -55,13 +55,20 @@ def row(verdict: Verdict) -> dict[str, Any]:
     rules = [violation.rule.name for violation in verdict.violations]
     took = [item.took_ns for item in verdict.recoveries if item.took_ns is not None]
     return {
-        "scenario": verdict.story.run.get("scenario", "?"),
+        "scenario": title(verdict.story),
         **summary(verdict.story),
         "recover_ms_max": max(took) / 1e6 if took else None,
         "lost": rules.count("NONE_LOST") + rules.count("NONE_HUNG"),
         "wrong": rules.count("OUTPUTS_EQUAL"),
         "violations": len(rules),
     }
+
+
+def title(story: Story) -> str:
+    """What was run, short: a scenario's name, or how many were mixed."""
+    name = str(story.run.get("scenario", "?"))
+    count = name.count("+") + 1
+    return name if count == 1 else f"mix of {count}"
 
 
 def cells(numbers: dict[str, Any], columns: tuple[tuple[str, str], ...] = COLUMNS) -> list[str]:
