@@ -67,21 +67,23 @@ def _pairs(text: str, name: str, known: list[str]) -> dict[str, int | float]:
     """``key=value`` pairs; every value is a positive whole number, but for the seed (any) and the rate (a fraction)."""
     found: dict[str, int | float] = {}
     for pair in filter(None, text.split(",")):
-        key, equals, value = pair.partition("=")
+        key, _, value = pair.partition("=")
         key = key.strip().replace("-", "_")
         if key not in known:
             raise RequestError(f"unknown key {key!r} of gen:{name}{_hint(key, known)}", field="trace")
+        kind = (
+            "whole number" if key == "seed" else "positive number" if key == "per_second" else "positive whole number"
+        )
         try:
             number = float(value) if key == "per_second" else int(value)
-        except ValueError:
-            number = -1 if equals else 0
+        except ValueError as error:
+            raise RequestError(f"gen:{name}: {key} must be a {kind}, got {value!r}", field="trace") from error
         if key != "seed" and not 0 < number < float("inf"):
-            raise RequestError(f"gen:{name}: {key} must be a positive number, got {value!r}", field="trace")
+            raise RequestError(f"gen:{name}: {key} must be a {kind}, got {value!r}", field="trace")
         found[key] = number
     return found
 
 
 def _hint(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{hint} Known: {', '.join(known)}"
+    return (f"; did you mean {near[0]!r}?" if near else ".") + f" Known: {', '.join(known)}"
