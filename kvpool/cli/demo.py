@@ -23,7 +23,7 @@ from kvpool.config import ClusterConfig, RouterConfig
 from kvpool.request import GenerateResult
 
 ANSWER_TOKENS = 24
-ARRIVAL_GAP_S = 0.1
+ARRIVAL_GAP_S = 0.2
 REQUEST_TIMEOUT_S = 180.0
 LOGPROB_TOLERANCE = 1e-4
 
@@ -81,7 +81,7 @@ def _run_cluster(policy: str, workload: Sequence[Chat]) -> _Run:
 
 
 async def _run(client: AsyncKVPoolClient, workload: Sequence[Chat]) -> _Run:
-    """The first chat asks alone, so that one worker holds the handbook; then everybody comes, almost at once."""
+    """The first chat asks alone, so that one worker holds the handbook, then keeps it busy while everybody comes."""
     first, *rest = workload
     opened = await _chat(client, first, (0,), [])
     coming = [_chat(client, first, (1,), opened)] + [

@@ -1,7 +1,8 @@
 """The demo's workload: customers who ask about one product handbook, all at once.  (pure)
 
 Every chat opens with the same system prompt and handbook (together about 1,400 tokens), pastes an e-mail, asks about
-it, and asks again. The texts are made up here, always the same.
+it, and asks again; the first one asks with a long correspondence, so that the worker that holds the handbook is busy.
+The texts are made up here, always the same.
 """
 
 from __future__ import annotations
@@ -77,14 +78,22 @@ def _email(customer: str, part: str, days: int) -> str:
 
 
 CUSTOMERS = ("Astrid", "Bjarne", "Camilla", "Didrik", "Elin", "Folke", "Greta", "Henrik")
+FRIENDS = ("Inga", "Jonas", "Karin", "Lars", "Maja", "Nils")
 
 
 def make_chats(count: int) -> tuple[Chat, ...]:
-    """``count`` chats about the handbook, two turns each; at most as many as there are customers."""
+    """``count`` chats about the handbook, two turns each; at most as many as there are customers.
+
+    In the second turn of the first chat the customer forwards a long correspondence, about 900 tokens. It keeps the
+    worker that holds the handbook busy while the others come.
+    """
     system = f"{SYSTEM}\n\n{handbook()}"
     chats = []
     for number, customer in enumerate(CUSTOMERS[:count]):
         part = _PARTS[number % len(_PARTS)]
         follow_up = f"Thank you. And how long do I have to wait after switching it off before I touch the {part}?"
+        if number == 0:
+            letters = [_email(name, _PARTS[index % len(_PARTS)], 40 + 3 * index) for index, name in enumerate(FRIENDS)]
+            follow_up = " ".join(["My friends wrote to me about theirs. Is it the same fault?", *letters])
         chats.append(Chat(name=customer, system=system, questions=(_email(customer, part, 11 + 5 * number), follow_up)))
     return tuple(chats)
