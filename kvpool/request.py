@@ -48,6 +48,15 @@ class SamplingParams:
     logprobs: int = 0
 
     def __post_init__(self) -> None:
+        # Types first: a value of another type would pass here and fail in an engine, beside other people's requests.
+        for name in ("max_tokens", "seed", "logprobs"):
+            _require_int(getattr(self, name), name)
+        for name in ("temperature", "top_p"):
+            _require_number(getattr(self, name), name)
+        for token in self.stop_token_ids:
+            _require_int(token, "stop_token_ids")
+        if not all(isinstance(text, str) for text in self.stop):
+            raise RequestError(f"stop must be text or a sequence of texts, got {self.stop!r}", field="stop")
         if self.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, got {self.max_tokens}", field="max_tokens")
         if not 0.0 <= self.temperature <= 100.0:
@@ -86,6 +95,10 @@ class GenerateRequest:
     def __post_init__(self) -> None:
         if not self.prompt:
             raise RequestError("the prompt is empty; give at least one token", field="prompt")
+        for name in ("request_id", "tenant"):
+            if not isinstance(getattr(self, name), str):
+                raise RequestError(f"{name} must be text, got {getattr(self, name)!r}", field=name)
+        _require_int(self.timeout_ns, "timeout")
         if len(self.generated) >= self.sampling.max_tokens:
             raise RequestError("nothing is left to generate", field="generated")
         if self.timeout_ns <= 0:
@@ -157,3 +170,13 @@ class GenerateResult:
     finish: FinishReason
     stats: RequestStats
     logprobs: tuple[TokenLogprobs, ...] = field(default=())
+
+
+def _require_int(value: object, field_name: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RequestError(f"{field_name} must be an integer, got {value!r}", field=field_name)
+
+
+def _require_number(value: object, field_name: str) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise RequestError(f"{field_name} must be a number, got {value!r}", field=field_name)

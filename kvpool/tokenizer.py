@@ -68,8 +68,12 @@ class Tokenizer:
         self._template = environment.from_string(files.chat_template) if files.chat_template else None
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of ``text``, special tokens written in it included."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=True).ids)
+        """Token ids of ``text``, special tokens written in it included.
+
+        Raises:
+            RequestError: the text has half a surrogate pair, which no encoding can carry.
+        """
+        return self._ids(text, add_special_tokens=True)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of ``tokens`` without special tokens. A cut multi-byte character shows as U+FFFD."""
@@ -79,7 +83,7 @@ class Tokenizer:
         """Token ids of a chat, rendered with the model's template and opened for the assistant's answer.
 
         Raises:
-            RequestError: the model has no template or the template refuses the messages.
+            RequestError: the model has no template, or the template or the tokenizer refuses the messages.
         """
         if self._template is None:
             raise RequestError(f"model {self._files.model} has no chat template; send a plain prompt", field="messages")
@@ -87,9 +91,17 @@ class Tokenizer:
             text = self._template.render(
                 messages=list(messages), add_generation_prompt=True, **dict(self._files.special_tokens)
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError) as error:  # a template computes with what it is given
             raise RequestError(f"the chat template refused the messages: {error}", field="messages") from error
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        try:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError as error:  # what the binding says of text that is not valid Unicode
+            raise RequestError(
+                "the prompt is not valid Unicode text; it has half a surrogate pair", field="prompt"
+            ) from (error)
 
 
 def _raise_template_error(message: str) -> NoReturn:

@@ -31,7 +31,35 @@ def test_sampling_refuses_values_out_of_range(options: dict[str, Any], field: st
 
 @pytest.mark.parametrize(
     ("options", "field"),
-    [({"prompt": ()}, "prompt"), ({"timeout_ns": 0}, "timeout"), ({"generated": (1, 2)}, "generated")],
+    [
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"max_tokens": "3"}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": None}, "temperature"),
+        ({"top_p": None}, "top_p"),
+        ({"seed": 1.5}, "seed"),
+        ({"logprobs": 2.5}, "logprobs"),
+        ({"stop": (5,)}, "stop"),
+        ({"stop_token_ids": ("a",)}, "stop_token_ids"),
+    ],
+)
+def test_sampling_refuses_values_of_another_type_that_would_break_an_engine(
+    options: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**options)
+    assert caught.value.details["field"] == field
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"prompt": ()}, "prompt"),
+        ({"timeout_ns": 0}, "timeout"),
+        ({"generated": (1, 2)}, "generated"),
+        ({"tenant": 5}, "tenant"),
+    ],
 )
 def test_a_request_refuses_what_cannot_be_served(options: dict[str, Any], field: str) -> None:
     base: dict[str, Any] = {
