@@ -165,13 +165,21 @@ def harm_ns(harm: Harm, gpu_ns: float, crowd: float) -> float:
 
 
 def crowds(snapshot: Snapshot, harm: Harm, wait: Floats) -> Floats:
-    """For every worker what each ns of prefill costs others: the base, and those expected before its queue drains."""
+    """For every worker what each ns of prefill costs others: see `router.planning.Harm`."""
     weight = harm.follow * snapshot.arrival_scale
     if weight == 0.0:
         return np.full(len(wait), harm.base)
     crowd = snapshot.columns.arrivals * wait
     crowd *= weight
-    crowd += harm.base
+    common = harm.base
+    if harm.share:
+        total, size = float(crowd.sum()), len(crowd)
+        if total == math.inf:  # some worker is closed
+            reachable = crowd[crowd < math.inf]
+            total, size = float(reachable.sum()), max(1, len(reachable))
+        mean = total / size
+        common += min(harm.share_limit, harm.share * mean)
+    crowd += common
     return crowd
 
 

@@ -15,22 +15,26 @@ MAX_ALTERNATES = 3
 
 @dataclass(frozen=True, slots=True)
 class Harm:
-    """What g ns of prefill on a worker cost others: ``g' · (base + follow · rate · wait)``, with g' = min(g, cap).
+    """What g ns of prefill on a worker cost others: ``g' · (base + follow · rate · wait + shared)``, g' = min(g, cap).
 
     Whoever arrives at the worker before its queue has drained waits g longer; their number is the worker's recent
     arrival rate times the wait. So while nobody waits only ``base`` counts, and a queue makes long prefills gather on
     workers to which few requests go, where they stand in nobody's way. The cap keeps the very longest from yielding
-    to everybody else.
+    to everybody else. ``shared`` is a part of the mean of the middle term over all workers: when queues stand
+    everywhere, capacity is scarce everywhere, and loads that spare it are worth waiting for.
 
     Attributes:
         base: harm that is always there: capacity used is gone.
         follow: weight of those who follow.
         cap_ns: prefill time beyond which a request is not made to yield any further.
+        share: part of the mean crowd of all workers that counts on each; ``share_limit`` bounds it.
     """
 
     base: float = 0.0
     follow: float = 0.0
     cap_ns: float = 1e9
+    share: float = 0.0
+    share_limit: float = 3.0
 
     @property
     def zero(self) -> bool:
@@ -38,7 +42,7 @@ class Harm:
         return self.base == 0.0 and self.follow == 0.0
 
 
-DEFAULT_HARM = Harm(base=0.5, follow=6.0)
+DEFAULT_HARM = Harm(base=0.5, follow=6.0, share=0.3)
 """Found by replaying parts of the conversation trace on two models, from light load to overload."""
 
 

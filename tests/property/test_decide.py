@@ -49,7 +49,13 @@ def clusters(draw: st.DrawFn, least: int = 1) -> list[Worker]:
 
 features = st.builds(Features, split=st.booleans())
 rates = st.floats(0.0, 0.9)
-harms = st.builds(Harm, base=st.floats(0.0, 3.0), follow=st.floats(0.0, 3.0), cap_ns=st.floats(1.0, 1e11))
+harms = st.builds(
+    Harm,
+    base=st.floats(0.0, 3.0),
+    follow=st.floats(0.0, 3.0),
+    cap_ns=st.floats(1.0, 1e11),
+    share=st.floats(0.0, 1.0),
+)
 PLAIN = Params(harm=Harm())
 
 

@@ -107,6 +107,9 @@ def test_no_eligible_worker_is_an_error_that_says_what_to_do() -> None:
         decide(request(), snapshot([Worker(0, state=MemberState.SUSPECT)]), PARAMS)
     with pytest.raises(UnavailableError):
         decide(request(exclude=frozenset({key(0)})), snapshot([Worker(0)]), PARAMS)
+    shot = replace(snapshot([Worker(0, wait_ns=S, state=MemberState.DRAINING)]), arrival_scale=1e-9)
+    with pytest.raises(UnavailableError):
+        decide(request(), shot, PARAMS)
 
 
 def test_a_silent_worker_is_taken_only_when_nothing_known_is_better() -> None:
@@ -180,3 +183,13 @@ def test_harm_prefers_a_load_that_costs_a_little_more_time_and_much_less_prefill
     assert decide(request(), snapshot(workers, links=link), PARAMS_WITHOUT_HARM).plan.kind is PlanKind.REDO
     careful = Params(harm=Harm(base=1.0))
     assert decide(request(), snapshot(workers, links=link), careful).plan.kind is PlanKind.LOAD
+
+
+def test_queues_everywhere_make_a_load_that_spares_prefill_worth_waiting_for() -> None:
+    workers = [Worker(0, wait_ns=1.0 * S), Worker(1, blocks=90, wait_ns=10.0 * S), Worker(2, state=MemberState.SUSPECT)]
+    shot = snapshot(workers, links=LinkCurve(1.0 * S, 6.0))
+    shot.columns.arrivals[:] = (NO_ARRIVALS, 1.0, NO_ARRIVALS)  # the others queue where none of this is asked
+    shot = replace(shot, arrival_scale=1e-9)
+    alone, everywhere = Params(harm=Harm(follow=1.0)), Params(harm=Harm(follow=1.0, share=1.0))
+    assert decide(request(), shot, alone).plan.kind is PlanKind.REDO
+    assert decide(request(), shot, everywhere).plan.kind is PlanKind.LOAD
