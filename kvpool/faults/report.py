@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from kvpool.faults.checker import Verdict
 from kvpool.faults.measures import detection_ns, summary
-from kvpool.faults.story import Request, Story
+from kvpool.faults.story import Fault, Request, Story
 
 COLUMNS = (
     ("scenario", "scenario"),
@@ -45,7 +46,7 @@ SHORT_COLUMNS = (
 """The same for a terminal."""
 
 WIDTH, LEFT, RIGHT = 1080, 60, 20
-LANE, CHART, GAP = 18, 220, 34
+LANE, CHART, GAP, LABEL = 18, 220, 34, 260
 PLAN_COLOURS = {"redo": "#8a8f98", "load": "#2a78d6", "split": "#1b9e77", "": "#c9ccd1"}
 FAULT_COLOUR, BAD_COLOUR = "#d95f5f", "#b3261e"
 
@@ -136,12 +137,13 @@ svg text{font:11px system-ui,sans-serif;fill:#5b6068}
 
 def _section(verdict: Verdict, history: str) -> str:
     story = verdict.story
+    names = str(story.run.get("scenario", "?")).replace("+", ", ")
     mechanisms = "; ".join(story.run.get("mechanisms", ()))
     violations = "".join(f"<li class=bad>{escape(str(item))}</li>" for item in verdict.violations)
     fallbacks = ", ".join(f"{name} {count}" for name, count in verdict.fallbacks.items()) or "none"
     return (
-        f"<h2>{escape(str(story.run.get('scenario', '?')))}</h2>"
-        f"<p>Seed {escape(str(story.run.get('seed')))}. Made with {escape(mechanisms)}. "
+        f"<h2>{escape(title(story))}</h2>"
+        f"<p>{escape(names)}. Seed {escape(str(story.run.get('seed')))}. Made with {escape(mechanisms)}. "
         f"History: <code>{escape(history)}</code></p>"
         f"{_timeline(story)}<p>Fallbacks: {escape(fallbacks)}.</p>"
         + (f"<ul>{violations}</ul>" if violations else "<p>No violation.</p>")
@@ -151,61 +153,90 @@ def _section(verdict: Verdict, history: str) -> str:
 # ── the timeline ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@dataclass(frozen=True, slots=True)
+class _Canvas:
+    """Places times and milliseconds on the picture: fault lanes on top, the chart below them."""
+
+    start_ns: int
+    end_ns: int
+    most_ms: float
+    lanes: int
+
+    @property
+    def top(self) -> int:
+        return LANE * max(1, self.lanes) + GAP
+
+    @property
+    def bottom(self) -> int:
+        return self.top + CHART
+
+    @property
+    def height(self) -> int:
+        return self.bottom + GAP
+
+    def x(self, at_ns: int) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (at_ns - self.start_ns) / (self.end_ns - self.start_ns)
+
+    def y(self, ms: float) -> float:
+        return self.bottom - CHART * ms / self.most_ms
+
+
 def _timeline(story: Story) -> str:
     """Faults as bars in lanes, and every request's time to first token over its arrival, coloured by plan."""
     requests = [request for request in story.requests.values() if request.ttft_ns is not None]
     if story.start_ns is None or not requests:
         return "<p>Nothing was sent.</p>"
-    start_ns = story.start_ns
-    end_ns = max(story.rest_ns or story.last_ns, start_ns + 1)
-    faults = sorted(story.faults.values(), key=lambda fault: fault.at_ns)
-    top = LANE * max(1, len(faults)) + GAP
+    end_ns = max(story.rest_ns or story.last_ns, story.start_ns + 1)
     most_ms = max([10.0, *map(_ttft_ms, requests)]) * 1.05
-    height = top + CHART + GAP
-
-    def across(at_ns: int) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (at_ns - start_ns) / (end_ns - start_ns)
-
-    def down(ms: float) -> float:
-        return top + CHART * (1 - ms / most_ms)
-
-    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" role=img aria-label="timeline">']
-    for lane, fault in enumerate(faults):
-        left, right = across(fault.at_ns), across(fault.heal_ns or end_ns)
-        y = LANE * lane + 4
-        parts.append(
-            f'<rect x="{left:.1f}" y="{y}" width="{max(2.0, right - left):.1f}" height="{LANE - 6}" '
-            f'fill="{FAULT_COLOUR}"/><rect x="{left:.1f}" y="{y}" width="{max(1.0, right - left):.1f}" '
-            f'height="{top + CHART - y}" fill="{FAULT_COLOUR}" opacity=".08"/>'
-            f'<text x="{min(right + 4, WIDTH - 240):.1f}" y="{y + 10}">{escape(fault.name)}: '
-            f"{escape(fault.target)}</text>"
-        )
-    parts += _axes(start_ns, end_ns, most_ms, top)
-    for request in requests:
-        plan = request.attempts[-1].plan if request.attempts else ""
-        bad = request.end is None or request.end.code is not None
-        colour = BAD_COLOUR if bad else PLAN_COLOURS.get(plan, PLAN_COLOURS[""])
-        title = f"{request.id} {plan} {_ttft_ms(request):.0f} ms, {len(request.attempts)} attempts"
-        parts.append(
-            f'<circle cx="{across(request.at_ns):.1f}" cy="{down(_ttft_ms(request)):.1f}" r="3" '
-            f'fill="{colour}"><title>{escape(title)}</title></circle>'
-        )
-    parts.append(_legend(height))
+    canvas = _Canvas(story.start_ns, end_ns, most_ms, len(story.faults))
+    faults = sorted(story.faults.values(), key=lambda fault: fault.at_ns)
+    parts = [f'<svg viewBox="0 0 {WIDTH} {canvas.height}" width="100%" role="img" aria-label="timeline">']
+    parts += [_bar(canvas, lane, fault) for lane, fault in enumerate(faults)]
+    parts += _axes(canvas)
+    parts += [_dot(canvas, request) for request in requests]
+    parts.append(_legend(canvas.height))
     return "".join(parts) + "</svg>"
 
 
-def _axes(start_ns: int, end_ns: int, most_ms: float, top: int) -> list[str]:
-    bottom, right = top + CHART, WIDTH - RIGHT
-    parts = [f'<line x1="{LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}" stroke="#c9ccd1"/>']
+def _bar(canvas: _Canvas, lane: int, fault: Fault) -> str:
+    left, right = canvas.x(fault.at_ns), canvas.x(fault.heal_ns or canvas.end_ns)
+    y = LANE * lane + 4
+    fits = right + LABEL < WIDTH
+    place = f'x="{right + 4:.1f}"' if fits else f'x="{left - 4:.1f}" text-anchor="end"'
+    return (
+        f'<rect x="{left:.1f}" y="{y}" width="{max(2.0, right - left):.1f}" height="{LANE - 6}" '
+        f'fill="{FAULT_COLOUR}"/><rect x="{left:.1f}" y="{y}" width="{max(1.0, right - left):.1f}" '
+        f'height="{canvas.bottom - y}" fill="{FAULT_COLOUR}" opacity=".08"/>'
+        f'<text {place} y="{y + 10}">{escape(fault.name)}: {escape(fault.target)}</text>'
+    )
+
+
+def _dot(canvas: _Canvas, request: Request) -> str:
+    plan = request.attempts[-1].plan if request.attempts else ""
+    bad = request.end is None or request.end.code is not None
+    colour = BAD_COLOUR if bad else PLAN_COLOURS.get(plan, PLAN_COLOURS[""])
+    ms = _ttft_ms(request)
+    hint = f"{request.id} {plan} {ms:.0f} ms, {len(request.attempts)} attempts"
+    return (
+        f'<circle cx="{canvas.x(request.at_ns):.1f}" cy="{canvas.y(ms):.1f}" r="3" fill="{colour}">'
+        f"<title>{escape(hint)}</title></circle>"
+    )
+
+
+def _axes(canvas: _Canvas) -> list[str]:
+    right = WIDTH - RIGHT
+    parts = [f'<line x1="{LEFT}" y1="{canvas.bottom}" x2="{right}" y2="{canvas.bottom}" stroke="#c9ccd1"/>']
     for step in range(5):
-        ms = most_ms * step / 4
-        y = bottom - CHART * step / 4
+        ms = canvas.most_ms * step / 4
+        y = canvas.y(ms)
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{ms:.0f} ms</text>')
         parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#eef0f2"/>')
     for step in range(7):
-        x = LEFT + (right - LEFT) * step / 6
-        seconds = (end_ns - start_ns) / 1e9 * step / 6
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{seconds:.0f} s</text>')
+        at_ns = canvas.start_ns + (canvas.end_ns - canvas.start_ns) * step // 6
+        seconds = (at_ns - canvas.start_ns) / 1e9
+        parts.append(
+            f'<text x="{canvas.x(at_ns):.1f}" y="{canvas.bottom + 15}" text-anchor="middle">{seconds:.0f} s</text>'
+        )
     return parts
 
 
