@@ -59,7 +59,9 @@ class _Where:
 def inject(
     scenario: Annotated[
         str,
-        typer.Argument(help="A scenario, 'all' one after the other, 'mix' with --mix, 'list', or 'check' a history."),
+        typer.Argument(
+            help="Scenarios to run one after the other, with commas, or all; mix, list or check (a history)."
+        ),
     ],
     mix: Annotated[str | None, typer.Option(help="Scenarios to combine in one run, with commas, or 'all'.")] = None,
     seed: Annotated[int, typer.Option(help="Of workload, victims and order.")] = 0,
@@ -122,7 +124,7 @@ def _choose(scenario: str, mix: str | None) -> list[tuple[Scenario, ...]]:
         return [tuple(find_scenario(name) for name in names)]
     if scenario == ALL:
         return [(item,) for item in SCENARIOS.values()]
-    return [(find_scenario(scenario),)]
+    return [(find_scenario(name.strip()),) for name in scenario.split(",")]
 
 
 def _run_all(

@@ -118,7 +118,7 @@ class Nemesis:
         """
         pid: int = await self.arena.connection.call(actor, "pid", timeout_s=CALL_TIMEOUT_S)
         title = ACTOR_TITLES.get(actor, "WorkerActor")
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             if title in "".join(psutil.Process(pid).cmdline()[:1]):
                 return pid
         raise UnavailableError(f"{actor} (pid {pid}) does not run on this machine; strike it from its own node")
@@ -324,8 +324,12 @@ async def _stopped(pid: int) -> AsyncIterator[None]:
 
 
 def _send(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # another strike, or its own fence, was first
+    try:
         os.kill(pid, number)
+    except ProcessLookupError:
+        return  # another strike, or its own fence, was first
+    except PermissionError as error:
+        raise UnavailableError(f"process {pid} belongs to another user; run as that user", pid=pid) from error
 
 
 def _listener(address: str) -> int:
@@ -335,7 +339,11 @@ def _listener(address: str) -> int:
         UnavailableError: none does.
     """
     port = int(address.rpartition(":")[2])
-    for item in psutil.net_connections(kind="tcp"):
+    try:
+        connections = psutil.net_connections(kind="tcp")
+    except psutil.AccessDenied as error:
+        raise UnavailableError("this user may not see who listens at which port") from error
+    for item in connections:
         if item.status == psutil.CONN_LISTEN and item.laddr and item.laddr.port == port and item.pid:
             return int(item.pid)
     raise UnavailableError(f"no process of this machine listens at {address}")
