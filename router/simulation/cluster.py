@@ -7,20 +7,15 @@ while a load runs, keep what arrived, fall back to the next copy and then to red
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence as Chain
-from dataclasses import dataclass, field
 from random import Random
 
 from kvpool.plan import HolderRef, LoadSlice, PlanKind, Route
 from kvpool.reports import LoadSample, PrefillSample, RequestOutcome, WorkerLoad, WorkerReport
 from kvpool.types import (
-    BlockHash,
     MemberInfo,
     MemberState,
     RequestId,
     Role,
-    Tier,
     WorkerEpoch,
     WorkerId,
     WorkerKey,
@@ -31,199 +26,16 @@ from router.signals import Features, Footprint
 from router.simulation.cache import NodeCache
 from router.simulation.engine import Engine, Sequence
 from router.simulation.events import EventLoop
-from router.simulation.network import Flow, Network
+from router.simulation.lagging_index import LaggingIndex
+from router.simulation.network import Network
+from router.simulation.parts import Job, Load, Node, departed
 from router.simulation.presets import Preset
+from router.simulation.scenario import Faults, Served, Timing
 from router.simulation.trace import Trace, TraceRequest
 
 RETRY_LIMIT = 8
 LOOK_RATIO = 1.1  # a load is given up when its rest would take this much longer than redoing it
 MIN_LOOK_NS = 20_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Faults:
-    """What goes wrong.
-
-    Attributes:
-        load_death: chance that a load stops part-way and is noticed after ``notice_ns``.
-        straggler: chance that a load runs at ``straggler_factor`` of its rate.
-        stale: chance that a holder no longer has what the index says.
-        outages: (start, length, node): the node dies with its cache and comes back.
-    """
-
-    load_death: float = 0.0
-    straggler: float = 0.0
-    stale: float = 0.0
-    straggler_factor: float = 0.1
-    notice_ns: int = 250_000_000
-    outages: tuple[tuple[int, int, int], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Delays between the parts."""
-
-    dispatch_ns: int = 1_000_000
-    report_ns: int = 10_000_000
-    index_ns: int = 20_000_000
-    lease_ns: int = 3_000_000_000
-
-
-@dataclass(slots=True)
-class Served:
-    """What became of one request."""
-
-    arrival_ns: int
-    prompt_tokens: int
-    output_tokens: int
-    node: int = -1
-    plan: str = "none"
-    ttft_ns: int | None = None
-    predicted_ns: int = 0
-    finished_ns: int | None = None
-    tokens_cached: int = 0
-    tokens_loaded: int = 0
-    tokens_redone: int = 0
-    load_failures: int = 0
-    attempts: int = 0
-
-    @property
-    def tpot_ns(self) -> float:
-        """Mean gap between output tokens; 0 for a single one or when unfinished."""
-        if self.finished_ns is None or self.ttft_ns is None or self.output_tokens < 2:
-            return 0.0
-        return (self.finished_ns - self.arrival_ns - self.ttft_ns) / (self.output_tokens - 1)
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """One attempt of a request on a node."""
-
-    index: int
-    route: Route
-    chain: tuple[int, ...]
-    sequence: Sequence
-    node: _Node
-    accepted_ns: int
-    cached_blocks: int = 0
-    pinned: list[int] = field(default_factory=list)
-    load: _Load | None = None
-    load_ns: int = 0
-    loaded_tokens: int = 0
-    failures: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    """The running load of a job: blocks ``[start, stop)`` of its chain from one holder."""
-
-    job: _Job
-    holder: _Node
-    start: int
-    stop: int
-    flow: Flow
-    held: list[int]
-    started_ns: int
-    tail_first: bool
-    dies: bool
-    alternates: tuple[HolderRef, ...]
-    over: bool = False
-    fixed_bytes: int = 0
-    block_bytes: int = 1
-    block_tokens: int = 1
-    cluster: Cluster | None = None
-
-    def arrived_blocks(self, now_ns: int) -> int:
-        """Whole blocks that have arrived."""
-        return min(self.stop - self.start, int((self.flow.arrived(now_ns) - self.fixed_bytes) // self.block_bytes))
-
-    # the engine's view of a split plan's load (`engine.TailLoad`)
-
-    def frontier_tokens(self, now_ns: int) -> int:
-        """Tokens before the part of the tail that has arrived."""
-        return (self.stop - max(0, self.arrived_blocks(now_ns))) * self.block_tokens
-
-    def joined(self) -> int:
-        """The front reached the tail."""
-        assert self.cluster is not None
-        return self.cluster.end_tail(self)
-
-    def chunk_tokens(self, position: int) -> int:
-        """The share of the gap that compute covers before the tail, at the speed seen so far, has covered the rest."""
-        assert self.cluster is not None
-        now_ns = self.cluster.loop.now_ns
-        gap = self.frontier_tokens(now_ns) - position
-        arrived = max(0, self.arrived_blocks(now_ns)) * self.block_tokens
-        if arrived == 0:
-            planned = self.job.cached_blocks * self.block_tokens + (self.job.route.plan.split_tokens or 0) - position
-            return max(1, min(gap, max(planned, self.block_tokens)))
-        load_ns = (now_ns - self.started_ns) / arrived
-        share = load_ns / (load_ns + self.cluster.token_ns(position))
-        return max(1, min(gap, max(self.block_tokens, math.ceil(gap * share))))
-
-
-@dataclass(slots=True, eq=False)
-class _Node:
-    number: int
-    key: WorkerKey
-    cache: NodeCache
-    engine: Engine
-    alive: bool = True
-    jobs: dict[int, _Job] = field(default_factory=dict)
-    sequence_number: int = 0
-    accepted: list[RequestId] = field(default_factory=list)
-    prefills: list[PrefillSample] = field(default_factory=list)
-    loads: list[LoadSample] = field(default_factory=list)
-    outcomes: list[RequestOutcome] = field(default_factory=list)
-    in_flight_bytes: float = 0.0
-
-
-class LaggingIndex:
-    """Block → bitmask of nodes, as the router sees it some time after the caches changed."""
-
-    def __init__(self, keys: list[WorkerKey]) -> None:
-        self._masks: dict[int, int] = {}
-        self.keys = keys
-
-    def add(self, node: int, blocks: Chain[int]) -> None:
-        """A node stored blocks."""
-        bit = 1 << node
-        for block in blocks:
-            self._masks[block] = self._masks.get(block, 0) | bit
-
-    def drop(self, node: int, blocks: Chain[int]) -> None:
-        """A node removed blocks."""
-        bit = 1 << node
-        for block in blocks:
-            left = self._masks.get(block, 0) & ~bit
-            if left:
-                self._masks[block] = left
-            else:
-                self._masks.pop(block, None)
-
-    def prefixes(self, chain: Chain[BlockHash]) -> dict[WorkerKey, dict[Tier, int]]:
-        """See `router.core.Directory`; ids of simulated blocks are plain integers."""
-        found: dict[WorkerKey, dict[Tier, int]] = {}
-        alive = -1
-        length = 0
-        for block in chain:
-            mask = self._masks.get(block, 0) & alive  # type: ignore[call-overload]
-            if mask != alive:
-                if alive != -1:
-                    self._note(found, alive & ~mask, length)
-                alive = mask
-                if not mask:
-                    break
-            length += 1
-        if alive > 0:
-            self._note(found, alive, length)
-        return found
-
-    def _note(self, found: dict[WorkerKey, dict[Tier, int]], mask: int, length: int) -> None:
-        while mask:
-            low = mask & -mask
-            found[self.keys[low.bit_length() - 1]] = {Tier.DEVICE: length}
-            mask ^= low
 
 
 class Cluster:
@@ -261,7 +73,7 @@ class Cluster:
         self._timing = timing or Timing()
         self._rng = Random(seed)
         layout = preset.layout
-        self._footprint = Footprint(trace.block_tokens, _block_bytes(preset, trace.block_tokens), layout.fixed_bytes)
+        self._footprint = Footprint(trace.block_tokens, preset.block_bytes(trace.block_tokens), layout.fixed_bytes)
         self._network = Network(self.loop, nodes, bandwidth_bytes_per_s, preset.alpha_ns)
         keys = [WorkerKey(WorkerId(f"node-{i:04d}"), WorkerEpoch(1)) for i in range(nodes)]
         self._index = LaggingIndex(keys)
@@ -320,12 +132,12 @@ class Cluster:
         served.node = node.number
         self.loop.after(self._timing.dispatch_ns, self._accept, index, request, chain, route, node)
 
-    def _accept(self, index: int, request: TraceRequest, chain: tuple[int, ...], route: Route, node: _Node) -> None:
+    def _accept(self, index: int, request: TraceRequest, chain: tuple[int, ...], route: Route, node: Node) -> None:
         if not node.alive or node.key != route.worker:
             self._retry(index, request, route)
             return
         sequence = Sequence(f"q{index}", request.arrival_ns, request.prompt_tokens, request.output_tokens)
-        job = _Job(index, route, chain, sequence, node, self.loop.now_ns)
+        job = Job(index, route, chain, sequence, node, self.loop.now_ns)
         node.jobs[index] = job
         usable = min(len(chain), (request.prompt_tokens - 1) // self._trace.block_tokens)
         job.cached_blocks = min(node.cache.prefix(chain), usable)
@@ -345,7 +157,7 @@ class Cluster:
             again = frozenset({route.worker})
             self.loop.after(self._timing.dispatch_ns, self._arrive, index, request, again)
 
-    def _prefilled(self, node: _Node, sequence: Sequence) -> None:
+    def _prefilled(self, node: Node, sequence: Sequence) -> None:
         job = node.jobs[int(sequence.name[1:])]
         served = self.served[job.index]
         assert sequence.first_token_ns is not None
@@ -375,7 +187,7 @@ class Cluster:
         )
         self._report(node)
 
-    def _finished(self, node: _Node, sequence: Sequence) -> None:
+    def _finished(self, node: Node, sequence: Sequence) -> None:
         job = node.jobs.pop(int(sequence.name[1:]))
         self.served[job.index].finished_ns = self.loop.now_ns
         self._unpublish(node, node.cache.unpin(job.pinned))
@@ -383,7 +195,7 @@ class Cluster:
 
     # ---- loads
 
-    def _begin_load(self, job: _Job, piece: LoadSlice) -> None:
+    def _begin_load(self, job: Job, piece: LoadSlice) -> None:
         start = max(job.cached_blocks, piece.start if job.route.plan.kind is PlanKind.SPLIT else 0)
         if piece.stop <= start:
             return
@@ -393,7 +205,7 @@ class Cluster:
         self._load_from(job, piece.holder, start, piece.stop, piece.alternates)
 
     def _load_from(
-        self, job: _Job, holder_key: WorkerKey, start: int, stop: int, alternates: tuple[HolderRef, ...]
+        self, job: Job, holder_key: WorkerKey, start: int, stop: int, alternates: tuple[HolderRef, ...]
     ) -> None:
         holder = self._by_key.get(holder_key)
         missing = holder is None or not holder.alive or self._rng.random() < self._faults.stale
@@ -406,7 +218,7 @@ class Cluster:
         total = float(self._footprint.fixed_bytes + (held - start) * self._footprint.block_bytes)
         blocks = list(job.chain[start:held])
         holder.cache.pin(blocks)
-        load = _Load(
+        load = Load(
             job=job,
             holder=holder,
             start=start,
@@ -441,7 +253,7 @@ class Cluster:
         predicted = (held - start) * self._footprint.block_bytes / self._network.rate_bytes_per_ns
         self.loop.after(max(MIN_LOOK_NS, int(1.2 * predicted)), self._look, load)
 
-    def _flow_done(self, load: _Load) -> None:
+    def _flow_done(self, load: Load) -> None:
         if load.over:
             return
         if load.dies:
@@ -458,25 +270,24 @@ class Cluster:
         self._keep(load, load.stop)
         self._go(job)
 
-    def _died(self, load: _Load) -> None:
+    def _died(self, load: Load) -> None:
         if load.over:
             return
         arrived = max(0, load.arrived_blocks(self.loop.now_ns))
         self._close(load)
+        elapsed = self.loop.now_ns - load.started_ns
         if load.tail_first:
             load.job.failures.append("peer_gone")
-            elapsed = self.loop.now_ns - load.started_ns
             load.job.node.loads.append(LoadSample(load.holder.key, 0, arrived, elapsed, "peer_gone"))
             return
         self._keep(load, load.start + arrived)
-        elapsed = self.loop.now_ns - load.started_ns
         self._load_failed(
             load.job, load.holder.key, arrived, elapsed, "peer_gone", load.start + arrived, load.stop, load.alternates
         )
 
     def _load_failed(
         self,
-        job: _Job,
+        job: Job,
         holder: WorkerKey,
         blocks: int,
         elapsed_ns: int,
@@ -494,11 +305,11 @@ class Cluster:
                 return
         self._go(job)
 
-    def _deadline(self, load: _Load) -> None:
+    def _deadline(self, load: Load) -> None:
         if not load.over:
             self._give_up(load, "stall")
 
-    def _look(self, load: _Load) -> None:
+    def _look(self, load: Load) -> None:
         """A late load is given up when its rest takes longer than redoing it; else looked at again later."""
         if load.over:
             return
@@ -515,7 +326,7 @@ class Cluster:
         else:
             self.loop.after(max(MIN_LOOK_NS, elapsed // 4), self._look, load)
 
-    def _give_up(self, load: _Load, code: str) -> None:
+    def _give_up(self, load: Load, code: str) -> None:
         arrived = max(0, load.arrived_blocks(self.loop.now_ns))
         self._network.cancel(load.flow)
         self._close(load)
@@ -525,7 +336,7 @@ class Cluster:
         load.job.node.loads.append(LoadSample(load.holder.key, 0, arrived, elapsed, code))
         self._go(load.job)
 
-    def end_tail(self, load: _Load) -> int:
+    def end_tail(self, load: Load) -> int:
         """The computed front met the loaded tail: stop loading, keep the tail; returns the boundary in tokens."""
         now_ns = self.loop.now_ns
         arrived = max(0, load.arrived_blocks(now_ns))
@@ -545,13 +356,13 @@ class Cluster:
             self._store(job.node, job, load.stop)
         return boundary
 
-    def _close(self, load: _Load) -> None:
+    def _close(self, load: Load) -> None:
         load.over = True
         load.job.node.in_flight_bytes -= load.fixed_bytes + (load.stop - load.start) * load.block_bytes
         if load.holder.alive:
             self._unpublish(load.holder, load.holder.cache.unpin(load.held))
 
-    def _keep(self, load: _Load, stop: int) -> None:
+    def _keep(self, load: Load, stop: int) -> None:
         """Use what arrived front-first up to ``stop``."""
         job = load.job
         if stop > load.start:
@@ -559,7 +370,7 @@ class Cluster:
             job.sequence.position = max(job.sequence.position, stop * self._trace.block_tokens)
             self._store(job.node, job, stop)
 
-    def _go(self, job: _Job) -> None:
+    def _go(self, job: Job) -> None:
         job.load = None
         job.sequence.ready = True
         if job.sequence in job.node.engine.waiting:
@@ -567,7 +378,7 @@ class Cluster:
 
     # ---- caches, index, reports
 
-    def _store(self, node: _Node, job: _Job, stop: int) -> None:
+    def _store(self, node: Node, job: Job, stop: int) -> None:
         """The job's chain is whole up to ``stop`` here: cache, pin and publish it."""
         have = len(job.pinned)
         if stop <= have:
@@ -578,15 +389,15 @@ class Cluster:
             self.loop.after(self._timing.index_ns, self._index.add, node.number, new)
         self._unpublish(node, evicted)
 
-    def _unpublish(self, node: _Node, blocks: list[int]) -> None:
+    def _unpublish(self, node: Node, blocks: list[int]) -> None:
         if blocks:
             self.loop.after(self._timing.index_ns, self._drop, node, blocks)
 
-    def _drop(self, node: _Node, blocks: list[int]) -> None:
+    def _drop(self, node: Node, blocks: list[int]) -> None:
         gone = [block for block in blocks if block not in node.cache]
         self._index.drop(node.number, gone)
 
-    def _report(self, node: _Node) -> None:
+    def _report(self, node: Node) -> None:
         waiting = node.engine.waiting
         started = sum(1 for item in waiting if item.started_ns is not None)
         load = WorkerLoad(
@@ -619,8 +430,8 @@ class Cluster:
 
     # ---- members
 
-    def _make_node(self, number: int, key: WorkerKey) -> _Node:
-        node = _Node(number, key, NodeCache(self._preset.capacity_blocks), None)  # type: ignore[arg-type]
+    def _make_node(self, number: int, key: WorkerKey) -> Node:
+        node = Node(number, key, NodeCache(self._preset.capacity_blocks), None)  # type: ignore[arg-type]
         node.engine = Engine(
             self.loop,
             self._preset,
@@ -629,7 +440,7 @@ class Cluster:
         )
         return node
 
-    def _join(self, node: _Node) -> None:
+    def _join(self, node: Node) -> None:
         info = MemberInfo(
             key=node.key,
             role=Role.MIXED,
@@ -645,7 +456,7 @@ class Cluster:
         self.core.on_member_change(info, MemberState.ALIVE)
         self._report(node)
 
-    def _die(self, node: _Node, length_ns: int) -> None:
+    def _die(self, node: Node, length_ns: int) -> None:
         """The node dies with its cache; its requests are retried elsewhere; loads from it end."""
         node.alive = False
         old = node.key
@@ -670,14 +481,14 @@ class Cluster:
         self.loop.after(self._timing.index_ns, self._index.drop, node.number, lost_blocks)
         self.loop.after(length_ns, self._revive, node)
 
-    def _expire_member(self, node: _Node, old: WorkerKey) -> None:
-        self.core.on_member_change(_stub_info(old), None)
+    def _expire_member(self, node: Node, old: WorkerKey) -> None:
+        self.core.on_member_change(departed(old), None)
 
-    def _revive(self, node: _Node) -> None:
+    def _revive(self, node: Node) -> None:
         key = WorkerKey(node.key.worker_id, WorkerEpoch(node.key.worker_epoch + 1))
         del self._by_key[node.key]
         if node.key in self.core.members():
-            self.core.on_member_change(_stub_info(node.key), None)
+            self.core.on_member_change(departed(node.key), None)
         node.key = key
         node.alive = True
         node.in_flight_bytes = 0.0
@@ -687,10 +498,4 @@ class Cluster:
         self._join(node)
 
 
-def _block_bytes(preset: Preset, block_tokens: int) -> int:
-    layout = preset.layout
-    return layout.growing_block_bytes * block_tokens // layout.block_tokens
-
-
-def _stub_info(key: WorkerKey) -> MemberInfo:
-    return MemberInfo(key, Role.MIXED, "", b"", "", "", 1, 1, (), "")
+__all__ = ["Cluster", "Faults", "Served", "Timing"]

@@ -45,6 +45,10 @@ class Preset:
     ttft_slo_ns: int = 5_000_000_000
     tpot_slo_ns: int = 100_000_000
 
+    def block_bytes(self, block_tokens: int) -> int:
+        """Bytes by which a long prefix grows per block of this many tokens."""
+        return self.layout.growing_block_bytes * block_tokens // self.layout.block_tokens
+
     def b_star_bytes_per_s(self, tokens: int = 8192) -> float:
         """Bandwidth at which loading ``tokens`` takes as long as redoing them."""
         return 1e9 * self.layout.prefix_bytes(tokens) / self.curve.time_ns(tokens, 0)

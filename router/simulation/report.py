@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from router.simulation.cluster import Served
+from router.simulation.scenario import Served
 
 
 @dataclass(frozen=True, slots=True)
