@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
 import time
 import uuid
@@ -84,6 +85,7 @@ def inject(
     json_: JsonOption = False,
 ) -> None:
     """Inject faults under load and check every promise; exit code 1 on any violation. Histories are kept."""
+    logging.getLogger("kvpool").setLevel(logging.ERROR)  # what fails on purpose would fill the screen; it is judged
     where = _Where(workers, model, lease_ms, address, name)
     options = RunOptions(seed=seed, duration_s=duration, rate_rps=rate, forced_loads=force_loads)
 

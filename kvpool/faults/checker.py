@@ -12,35 +12,18 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from kvpool.errors import (
-    CapacityError,
-    DeadlineError,
-    IntegrityError,
-    PeerGoneError,
-    StaleError,
-    StallError,
-    TransferCancelledError,
-    TransferError,
-    UnavailableError,
-)
+from kvpool.errors import CapacityError, DeadlineError, KVPoolError, StaleError, TransferError, UnavailableError
 from kvpool.faults.history import Record
 from kvpool.faults.measures import Bounds, Recovery, recoveries
 from kvpool.faults.story import Attempt, Fault, Request, Story, read_story
 
-KNOWN_REASONS = frozenset(
-    kind.code
-    for kind in (
-        UnavailableError,
-        DeadlineError,
-        StaleError,
-        CapacityError,
-        TransferError,
-        PeerGoneError,
-        StallError,
-        TransferCancelledError,
-        IntegrityError,
-    )
-)
+
+def _codes(kinds: Iterable[type[KVPoolError]]) -> frozenset[str]:
+    """Codes of some errors and of everything below them."""
+    return frozenset(code for kind in kinds for code in (kind.code, *_codes(kind.__subclasses__())))
+
+
+KNOWN_REASONS = _codes((UnavailableError, StaleError, CapacityError, TransferError))
 """Names under which a request may fall back on another worker or on redoing what it could not load."""
 
 KILLED, STOPPED, DRAINED = "SIGKILL", "SIGSTOP", "drain"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,7 +130,9 @@ class RecordingConnection(ClusterConnection):
             self._load_seen.set()
         return route
 
-    async def stream(self, route: Route, request: GenerateRequest, timeout_s: float) -> AsyncIterator[TokenChunk]:
+    async def stream(
+        self, route: Route, request: GenerateRequest, timeout_s: float
+    ) -> AsyncGenerator[TokenChunk, None]:
         """Stream, and write down what came and how it ended."""
         number = self._numbers[request.request_id]
         code: str | None = "abandoned"
@@ -144,7 +146,7 @@ class RecordingConnection(ClusterConnection):
             code = error.code
             raise
         finally:
-            await inner.aclose()  # type: ignore[attr-defined]
+            await inner.aclose()
             self._end(request, number, code)
 
     def _end(self, request: GenerateRequest, number: int, code: str | None) -> None:
