@@ -40,6 +40,7 @@ from kvpool.faults.runner import (
 from kvpool.faults.scenarios import SCENARIOS, Needs, Scenario, find_scenario
 
 ALL, LIST, MIX, CHECK = "all", "list", "mix", "check"
+MAX_RUNS_AS_COLUMNS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +184,21 @@ def _conclude(judged: Sequence[tuple[Verdict, str]], report: Path | None, as_jso
     if as_json:
         print_json({"holds": all(item.holds for item, _ in judged), "runs": [as_data(*item) for item in judged]})
     else:
-        rows = [cells(row(verdict), SHORT_COLUMNS) for verdict, _ in judged]
-        print_table("fault runs", [title for _, title in SHORT_COLUMNS], rows)
+        _print_table([cells(row(verdict), SHORT_COLUMNS) for verdict, _ in judged])
         for verdict, path in judged:
             _print(verdict, path)
     if not all(verdict.holds for verdict, _ in judged):
         raise typer.Exit(EXIT_FAILED)
+
+
+def _print_table(rows: list[list[str]]) -> None:
+    """A row a run; few runs as columns, which fits any terminal."""
+    header = [title for _, title in SHORT_COLUMNS]
+    if len(rows) > MAX_RUNS_AS_COLUMNS:
+        print_table("fault runs", header, rows)
+        return
+    first, *others = zip(header, *rows, strict=True)
+    print_table("fault runs", first, others)
 
 
 def _print(verdict: Verdict, path: str) -> None:
