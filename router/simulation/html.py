@@ -22,6 +22,7 @@ _HITS = (("cached on the node", "#009e73"), ("loaded from a peer", "#3aa0d8"))
 _CDF_POINTS = 160
 _MAX_REGRET = 2.0
 _MAX_SHARE = 6.0
+_MAX_SPAN = 30.0
 _TIE = 0.02
 
 _STYLE = """
@@ -36,8 +37,8 @@ th{white-space:normal;max-width:9em}
 th:first-child,td:first-child{text-align:left}thead th{border-bottom:2px solid #888;vertical-align:bottom}
 td.best{font-weight:700}dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem 1rem;margin:.6rem 0}
 dt{color:#666}dd{margin:0}.ours td:first-child{font-weight:700}
-@media(max-width:800px){.grid{grid-template-columns:1fr}}
-@media print{body{margin:0;max-width:none;font-size:11px}h2{break-after:avoid}.cell{break-before:page}
+@media screen and (max-width:800px){.grid{grid-template-columns:1fr}}
+@media print{body{margin:0;max-width:none;font-size:11px}h2,h2+p{break-after:avoid}.cell{break-before:page}
 .wide{overflow:visible}table{font-size:9px}th,td{padding:.12rem .3rem}*{print-color-adjust:exact;
 -webkit-print-color-adjust:exact}@page{size:A4 landscape;margin:12mm}}
 """
@@ -257,15 +258,19 @@ def _against_bandwidth(sweep: Sweep, runs: Sequence[Run], styles: dict[str, Styl
             points = sorted((report.bandwidth_gbytes_per_s, report.ttft_mean_ms / 1e3) for report in mine)
             lines.append(Line(name, tuple(points), styles[name]))
         values = [y for line in lines for _, y in line.points if y > 0.0] or [1.0]
+        top = min(max(values) * 1.15, min(values) * _MAX_SPAN)
         chart = line_chart(
             f"Mean TTFT against bandwidth at rate ×{rate:g}",
             Axis("bandwidth of a node's link, each way (GB/s, log scale)", low / 1.1, high * 1.1, log=True),
-            Axis("mean TTFT (s, log scale)", min(values) / 1.15, max(values) * 1.15, log=True),
+            Axis("mean TTFT (s, log scale)", min(values) / 1.15, top, log=True),
             lines,
             markers=True,
         )
         figures.append(_figure(f"Rate ×{rate:g}: {number(sweep.offered_rps(rate))} requests/s", chart))
-    return f"<h2>Mean TTFT against bandwidth</h2>{_grid(figures)}"
+    return (
+        f"<h2>Mean TTFT against bandwidth</h2><p>Beyond {_MAX_SPAN:g} times the least, lines run along the top.</p>"
+        f"{_grid(figures)}"
+    )
 
 
 def _cell(sweep: Sweep, group: list[Run], styles: dict[str, Style]) -> str:

@@ -118,7 +118,7 @@ def stacked_bars(
     """
     height = _TOP + 22 + _ROW * len(rows) + _BOTTOM
     left = _left_of([name for name, _ in rows])
-    box = _Box(WIDTH - left - 90, _ROW * len(rows), axis, None, left=left, top=_TOP + 22)
+    box = _Box(WIDTH - left - 110, _ROW * len(rows), axis, None, left=left, top=_TOP + 22)
     drawn = [*_x_axis(box)]
     at_x = float(left)
     for name, colour in parts_of:

@@ -257,11 +257,16 @@ def test_tune_without_optuna_says_how_to_install_it(monkeypatch: pytest.MonkeyPa
         tune_params(tuning())
 
 
-def test_parameters_are_written_only_when_they_gain_on_the_held_out_part(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("gain", "written"), [(0.1, True), (0.0, False), (-0.1, False)])
+def test_parameters_are_written_only_when_they_gain_on_the_held_out_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gain: float, written: bool
+) -> None:
+    found = replace(tune_params(tuning(trials=2)), params=with_values(Params(), {"harm.base": 0.9}), held_out_gain=gain)
+    monkeypatch.setattr("kvpool.cli.simulate.tune_params", lambda *_: found)
     out = tmp_path / "params.json"
-    result = run("tune", CHAT, *SMALL, "--trials", 3, "--out", out, "--json")
-    data = json.loads(result.stdout)
-    assert out.exists() == (data["held_out_gain"] > 0.0)
-    assert data["written"] == (str(out) if out.exists() else None)
-    if out.exists():
-        assert load_params(out) == params_from_dict(data)
+    data = json.loads(run("tune", CHAT, *SMALL, "--out", out, "--json").stdout)
+    assert out.exists() is written
+    assert data["written"] == (str(out) if written else None)
+    assert params_from_dict(data) == found.params
+    if written:
+        assert load_params(out) == found.params
