@@ -34,7 +34,6 @@ from kvpool.transport import SHAPED
 from kvpool.types import RequestId
 
 S = 1_000_000_000
-REFERENCE_TENANT = "reference"
 REFERENCE_TIMEOUT_S = 300.0
 WATCH_TIMEOUT_S = 10.0
 SETTLE_LIMIT_S = 20.0
@@ -56,7 +55,7 @@ class RunOptions:
         baseline_s: load without faults before the first strike.
         rate_rps: None sends `LOAD_OF_CAPACITY` of what the reference run shows one worker to do.
         forced_loads: share of the routes that are turned into loads where another worker holds more.
-        workload: lengths and shares; its seed and rate are set from here.
+        workload: lengths and shares; its seed, tenants and rate are set by the run.
         bounds: leave room for what they measure.
     """
 
@@ -149,8 +148,12 @@ async def run_scenarios(
         if not await asyncio.to_thread(watcher.wait_ready, WATCH_TIMEOUT_S):
             raise UnavailableError("no metadata server answers", timeout_s=WATCH_TIMEOUT_S)
         progress("reference run: every prompt through one worker, without loads")
-        reference = await _reference(under_test.connection, watcher, info, options)
-        run = _Run(under_test, tuple(scenarios), options, history, progress, info, watcher, auditor, reference)
+        workload = replace(options.workload, seed=options.seed, tenants=f"run-{time.time_ns():x}")
+        reference = await _reference(under_test.connection, watcher, info, workload)
+        workload = replace(workload, rate_rps=options.rate_rps or reference.rate_rps)
+        run = _Run(
+            under_test, tuple(scenarios), options, workload, history, progress, info, watcher, auditor, reference
+        )
         await run.run()
     finally:
         auditor.close()
@@ -158,10 +161,9 @@ async def run_scenarios(
 
 
 async def _reference(
-    connection: ClusterConnection, watcher: MetadataWatcher, info: ClusterInfo, options: RunOptions
+    connection: ClusterConnection, watcher: MetadataWatcher, info: ClusterInfo, config: WorkloadConfig
 ) -> Reference:
     """All chats, turn by turn: an answer is part of the next prompt. The tenant keeps its blocks out of the run."""
-    config = replace(options.workload, seed=options.seed)
     router = ManualRouter(watcher, info.namespace)
     worker = sorted(key.worker_id for key in watcher.members())[0]
     prompts: dict[str, tuple[int, ...]] = {}
@@ -175,7 +177,7 @@ async def _reference(
             prompts[name] = context = context + question
             sampling = SamplingParams(max_tokens=config.answer_tokens, ignore_eos=True)
             request_id = RequestId(f"reference-{name}-{time.monotonic_ns()}")
-            request = GenerateRequest(request_id, context, sampling, tenant=REFERENCE_TENANT)
+            request = GenerateRequest(request_id, context, sampling, tenant=config.tenants)
             tokens: tuple[int, ...] = ()
             sent_ns, first_ns = time.monotonic_ns(), None
             async for chunk in connection.stream(router.redo(request_id, worker), request, REFERENCE_TIMEOUT_S):
@@ -192,6 +194,7 @@ class _Run:
     under_test: ClusterUnderTest
     scenarios: tuple[Scenario, ...]
     options: RunOptions
+    workload: WorkloadConfig
     history: HistoryWriter
     progress: Progress
     info: ClusterInfo
@@ -200,39 +203,41 @@ class _Run:
     reference: Reference
 
     async def run(self) -> None:
-        rate_rps = self.options.rate_rps or self.reference.rate_rps
-        workload = replace(self.options.workload, seed=self.options.seed, rate_rps=rate_rps)
         lease_ns = await asyncio.to_thread(self._lease_ns)
-        self._introduce(workload, lease_ns)
-        forced = ForcedLoads(
-            self.options.forced_loads, self.info, self.watcher, random.Random(f"forced-{self.options.seed}")
-        )
+        self._introduce(lease_ns)
+        rng = random.Random(f"forced-{self.options.seed}")
+        forced = ForcedLoads(self.options.forced_loads, self.info, self.watcher, rng)
         block_tokens = self.info.namespace.block_tokens
         connection = RecordingConnection(self.under_test.name, self.history, block_tokens, forced)
         client = AsyncKVPoolClient.of(connection)
-        driver = Driver(client, self.history, self.reference.prompts, workload.answer_tokens)
+        driver = Driver(client, self.history, self.reference.prompts, self.workload.answer_tokens)
+        await self._break_under_load(driver, self._nemesis(connection, driver, lease_ns))
+
+    def _nemesis(self, connection: RecordingConnection, driver: Driver, lease_ns: int) -> Nemesis:
         victims = random.Random(f"victims-{self.options.seed}")
-        nemesis = Nemesis(
-            Arena(
-                connection,
-                self.history,
-                self.watcher,
-                self.info.metadata,
-                lease_ns,
-                victims,
-                lambda requests, tokens: driver.flood(requests, tokens, victims),
-                self.under_test.cluster,
-            )
+        arena = Arena(
+            connection=connection,
+            history=self.history,
+            watcher=self.watcher,
+            metadata=self.info.metadata,
+            lease_ns=lease_ns,
+            rng=victims,
+            flood=lambda requests, tokens: driver.flood(requests, tokens, victims),
+            cluster=self.under_test.cluster,
         )
+        return Nemesis(arena)
+
+    async def _break_under_load(self, driver: Driver, nemesis: Nemesis) -> None:
+        """Baseline, strikes and tail under load, then rest and audit; the history's end is written on every path."""
         stop_load, stop_states = asyncio.Event(), asyncio.Event()
         states = asyncio.create_task(watch_states(self.under_test.connection, self.history, stop_states))
         self.history.add(Kind.START)
-        self.progress(f"load: {rate_rps:.2f} requests/s; {self.options.baseline_s:.0f} s without faults")
-        load = asyncio.create_task(driver.drive(schedule(workload), stop_load))
-        errors: list[str] = []
+        self.progress(f"load: {self.workload.rate_rps:.2f} requests/s; {self.options.baseline_s:.0f} s without faults")
+        load = asyncio.create_task(driver.drive(schedule(self.workload), stop_load))
+        errors = ["the run was cut short"]
         try:
             await asyncio.sleep(self.options.baseline_s)
-            errors += await self._strikes(nemesis)
+            errors = await self._strikes(nemesis)
             await asyncio.sleep(self.options.room_s)
         finally:
             stop_load.set()
@@ -243,7 +248,7 @@ class _Run:
             await states
             self.history.add(Kind.END, errors=errors)
 
-    def _introduce(self, workload: WorkloadConfig, lease_ns: int) -> None:
+    def _introduce(self, lease_ns: int) -> None:
         self.history.add(
             Kind.RUN,
             scenario="+".join(scenario.name for scenario in self.scenarios),
@@ -251,11 +256,11 @@ class _Run:
             seed=self.options.seed,
             model=self.info.model,
             lease_ns=lease_ns,
-            rate_rps=workload.rate_rps,
+            rate_rps=self.workload.rate_rps,
             ttft_limit_ns=self.reference.ttft_limit_ns,
             reference_ttft_p50_ns=int(statistics.median(self.reference.ttfts_ns)),
             forced_loads=self.options.forced_loads,
-            workload=asdict(workload),
+            workload=asdict(self.workload),
         )
         for name, tokens in self.reference.answers.items():
             self.history.add(Kind.REFERENCE, prompt=name, tokens=tokens)

@@ -36,6 +36,7 @@ class WorkloadConfig:
 
     Attributes:
         seed: of prompts, order, gaps and styles.
+        tenants: beginning of every tenant's name; unlike that of any run before, or its blocks are still cached.
         rate_rps: requests per second, on average.
         systems: system prompts that chats share.
         system_tokens: length of each.
@@ -48,6 +49,7 @@ class WorkloadConfig:
     """
 
     seed: int = 0
+    tenants: str = "run"
     rate_rps: float = 4.0
     systems: int = 3
     system_tokens: int = 512
@@ -133,7 +135,7 @@ def plan_chats(config: WorkloadConfig) -> tuple[ChatPlan, ...]:
 def schedule(config: WorkloadConfig) -> Iterator[Planned]:
     """Requests without an end, in order of time. A chat's turns keep their order within a round."""
     rng = random.Random(f"schedule-{config.seed}")
-    at_s, number, turn_count = 0.0, 0, 0
+    at_s, number, round_number = 0.0, 0, 0
     while True:
         order = [chat for chat in range(config.chats) for _ in range(config.turns)]
         rng.shuffle(order)
@@ -149,14 +151,14 @@ def schedule(config: WorkloadConfig) -> Iterator[Planned]:
                 id=f"q-{number:05d}",
                 at_ns=int(at_s * S),
                 prompt=label(f"chat-{chat}", next(turns[chat])),
-                tenant=f"round-{turn_count}",
+                tenant=f"{config.tenants}-{round_number}",
                 style=style,
                 cancel_after=rng.randint(1, max(1, config.answer_tokens - 2)),
                 timeout_ns=config.tight_timeout_ns if tight else config.timeout_ns,
                 may_expire=tight,
             )
             number += 1
-        turn_count += 1
+        round_number += 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def test_chats_share_system_prompts_and_keep_the_order_of_their_turns() -> None:
 def test_a_new_round_shares_no_block_with_the_one_before() -> None:
     config = WorkloadConfig(chats=2, turns=2)
     items = list(itertools.islice(schedule(config), 8))
-    assert [item.tenant for item in items] == ["round-0"] * 4 + ["round-1"] * 4
+    assert [item.tenant for item in items] == ["run-0"] * 4 + ["run-1"] * 4
 
 
 def test_requests_come_at_the_set_rate_in_all_styles() -> None:
