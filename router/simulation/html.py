@@ -23,6 +23,7 @@ _CDF_POINTS = 160
 _MAX_REGRET = 2.0
 _MAX_SHARE = 6.0
 _MAX_SPAN = 30.0
+_MANY_NODES = 128
 _TIE = 0.02
 
 _STYLE = """
@@ -313,7 +314,11 @@ def _cdf_points(ordered: Sequence[float], requests: int) -> tuple[tuple[float, f
 
 
 def _load_shares(group: list[Run], styles: dict[str, Style]) -> str:
-    rows = [(run.report.policy, run.node_shares(), styles[run.report.policy]) for run in group]
+    rows = []
+    for run in group:
+        shares = run.node_shares()
+        shown = shares if len(shares) <= _MANY_NODES else sorted(set(shares))  # equal dots hide each other anyway
+        rows.append((run.report.policy, shown, styles[run.report.policy]))
     most = max((value for _, values, _ in rows for value in values), default=1.0)
     axis = Axis("requests of a node, in units of a fair share", 0.0, min(_MAX_SHARE, max(2.0, 1.02 * most)))
     return strip_chart("Load share over nodes", rows, axis, Rule(1.0, "fair"))
