@@ -234,6 +234,8 @@ class Nemesis:
         self, name: str, holder: WorkerId, ends: list[tuple[WorkerId, WorkerId]], shape: LinkShape, seconds: float
     ) -> None:
         async with self._locks[f"links-{holder}"]:
+            for at, peer in ends:  # refused here when the transport cannot be shaped, before anything is broken
+                await self._wait(partial(self._shape_end, at, peer, CLEAR), f"the links of {at} can be shaped")
             fault = self._fault(name, ",".join(f"{at}<-{peer}" for at, peer in ends), f"shaping transport: {shape}")
             try:
                 for at, peer in ends:
