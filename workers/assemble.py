@@ -21,7 +21,6 @@ from kvpool.types import BlockHash, MemberInfo, Tier, WorkerId, WorkerKey
 from workers.calibrate import calibrate
 from workers.core import CoreParts, WorkerCore
 from workers.engine.models import resolve_model
-from workers.engine.torch_engine import TorchEngine
 
 EXIT_DELAY_S = 0.5
 EXIT_CODE = 70
@@ -91,6 +90,9 @@ def assemble_worker(key: WorkerKey, spec: WorkerSpec) -> AssembledWorker:
         IncompatibleError: the pool has another layout or hash scheme.
         UnavailableError: no metadata server answers.
     """
+    # Here and not above: launcher and clients import this module too, and torch takes seconds.
+    from workers.engine.torch_engine import TorchEngine
+
     settings = spec.config.engine
     model = resolve_model(settings.model)
     engine = TorchEngine(
