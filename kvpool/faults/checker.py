@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from kvpool.errors import CapacityError, DeadlineError, KVPoolError, StaleError, TransferError, UnavailableError
-from kvpool.faults.history import Record
+from kvpool.faults.history import CORRUPTING, DRAINED, KILLED, STOPPED, Record
 from kvpool.faults.measures import Bounds, Recovery, recoveries
 from kvpool.faults.story import Attempt, Fault, Request, Story, read_story
 
@@ -26,9 +26,6 @@ def _codes(kinds: Iterable[type[KVPoolError]]) -> frozenset[str]:
 KNOWN_REASONS = _codes((UnavailableError, StaleError, CapacityError, TransferError))
 """Names under which a request may fall back on another worker or on redoing what it could not load."""
 
-KILLED, STOPPED, DRAINED = "SIGKILL", "SIGSTOP", "drain"
-"""Beginnings of a fault's mechanism that say for how long its victim must not be offered."""
-
 
 class Rule(Enum):
     """What must hold."""
@@ -39,6 +36,7 @@ class Rule(Enum):
     NONE_HUNG = "no request hangs past its deadline"
     ANSWERED_ONCE = "no request is answered twice"
     FALLBACKS_NAMED = "every fallback is counted and named"
+    CORRUPT_REFUSED = "no block with a wrong checksum is accepted"
     DEAD_NOT_OFFERED = "a dead holder is off every decision in time"
     INDEX_EQUAL = "after healing, the index equals the workers' truth"
     BOOKS_BALANCE = "at rest, no page or request is left over"
@@ -213,6 +211,25 @@ def _counted_by_workers(story: Story, seen: Counter[tuple[str, str]]) -> Iterato
             yield Violation(Rule.FALLBACKS_NAMED, message, (audit.line,))
 
 
+def _corrupt_refused(story: Story, bounds: Bounds) -> Iterator[Violation]:
+    """While everything a holder offers is spoilt, nothing may count as loaded from it.
+
+    Only forced loads are looked at: they have no other holder to turn to. The bytes themselves are right, so that
+    outputs would not show it.
+    """
+    for fault in story.faults.values():
+        if not fault.mechanism.startswith(CORRUPTING) or fault.key is None:
+            continue
+        for request in story.requests.values():
+            end, attempt = request.end, request.attempts[-1] if request.attempts else None
+            if end is None or attempt is None or not attempt.forced or attempt.holders != (fault.key,):
+                continue
+            inside = fault.at_ns + bounds.settle_ns < attempt.at_ns and end.at_ns < (fault.heal_ns or story.last_ns)
+            if inside and end.stats.get("tokens_loaded"):
+                message = f"{request.id} counts {end.stats['tokens_loaded']} tokens as loaded from {fault.key}"
+                yield Violation(Rule.CORRUPT_REFUSED, message, (fault.line, attempt.line, end.line))
+
+
 def _dead_not_offered(story: Story, bounds: Bounds) -> Iterator[Violation]:
     lease_ns = int(story.run.get("lease_ns", 0))
     for fault in story.faults.values():
@@ -322,6 +339,7 @@ RULES: tuple[Callable[[Story, Bounds], Iterator[Violation]], ...] = (
     _none_hung,
     _answered_once,
     _fallbacks_named,
+    _corrupt_refused,
     _dead_not_offered,
     _index_equal,
     _books_balance,

@@ -18,6 +18,9 @@ from typing import Any, Self
 
 from kvpool.errors import RequestError
 
+KILLED, STOPPED, DRAINED, CORRUPTING = "SIGKILL", "SIGSTOP", "drain", "corrupting transport"
+"""Beginnings of a fault's mechanism that say what must follow from it."""
+
 
 class Kind(Enum):
     """What a line tells, and its fields."""

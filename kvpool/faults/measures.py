@@ -27,6 +27,7 @@ class Bounds:
         recovery_ns: from healing until goodput is back.
         recovery_share: of the goodput before the faults.
         window_ns: over which goodput is measured.
+        settle_ns: from a fault's line until it is in force everywhere.
         detect_ns: from the first failed load until a dead holder is off every decision.
     """
 
@@ -35,6 +36,7 @@ class Bounds:
     recovery_share: float = 0.9
     window_ns: int = 4 * S
     detect_ns: int = 1 * S
+    settle_ns: int = S // 2
 
 
 @dataclass(frozen=True, slots=True)

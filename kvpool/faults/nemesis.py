@@ -25,7 +25,7 @@ from kvpool.cluster.connection import ROUTER_NAME
 from kvpool.cluster.launcher import Cluster
 from kvpool.config import WorkerConfig
 from kvpool.errors import KVPoolError, RequestError, UnavailableError
-from kvpool.faults.history import HistoryWriter, Kind
+from kvpool.faults.history import CORRUPTING, DRAINED, KILLED, STOPPED, HistoryWriter, Kind
 from kvpool.faults.probe import RecordingConnection
 from kvpool.metadata.client import MetadataClient
 from kvpool.metadata.watcher import MetadataWatcher
@@ -134,7 +134,7 @@ class Nemesis:
         """SIGKILL; healed when a new process serves in its place."""
         async with self._locks[actor]:
             old_key, pid = self.key_of(WorkerId(actor)), await self._victim(actor)
-            fault = self._fault(name, actor, "SIGKILL", key=old_key, pid=pid)
+            fault = self._fault(name, actor, KILLED, key=old_key, pid=pid)
             _send(pid, signal.SIGKILL)
             await self._wait(lambda: self._serves(actor, old_key, pid), f"{actor} serves again")
             self._heal(fault, "a new process serves")
@@ -143,7 +143,7 @@ class Nemesis:
         """SIGSTOP for longer than the lease; healed when it runs on. Its fenced incarnation is replaced after that."""
         async with self._locks[actor]:
             pid = await self._victim(actor)
-            fault = self._fault(name, actor, "SIGSTOP", key=self.key_of(WorkerId(actor)), pid=pid)
+            fault = self._fault(name, actor, STOPPED, key=self.key_of(WorkerId(actor)), pid=pid)
             await self._pause(pid)
             self._heal(fault, "SIGCONT")
             await self._wait(lambda: self._serves(actor, None, 0), f"{actor} serves again")
@@ -152,7 +152,7 @@ class Nemesis:
         """Drain under load, end the process once it is idle, and wait for its successor."""
         async with self._locks[worker_id]:
             key, pid = self.key_of(worker_id), await self.pid_of(worker_id)
-            fault = self._fault(name, worker_id, "drain through the metadata service", key=key, pid=pid)
+            fault = self._fault(name, worker_id, f"{DRAINED} through the metadata service", key=key, pid=pid)
             await asyncio.to_thread(self._drain, worker_id)
             await self._wait(lambda: self._is_idle(worker_id), f"{worker_id} is idle", DRAIN_LIMIT_S)
             _send(pid, signal.SIGKILL)
@@ -185,7 +185,7 @@ class Nemesis:
         address = self.arena.metadata[index]
         async with self._locks[address]:
             pid = _listener(address)
-            fault = self._fault(name, f"metadata-{index}", "SIGKILL", pid=pid)
+            fault = self._fault(name, f"metadata-{index}", KILLED, pid=pid)
             _send(pid, signal.SIGKILL)
             await self._wait(lambda: self._has_everybody(address, pid), f"{address} is whole again")
             self._heal(fault, "a new process serves")
@@ -195,7 +195,7 @@ class Nemesis:
         address = self.arena.metadata[index]
         async with self._locks[address]:
             pid = _listener(address)
-            fault = self._fault(name, f"metadata-{index}", "SIGSTOP", pid=pid)
+            fault = self._fault(name, f"metadata-{index}", STOPPED, pid=pid)
             await self._pause(pid)
             self._heal(fault, "SIGCONT")
             await self._wait(lambda: self._has_everybody(address, 0), f"{address} is whole again")
@@ -236,7 +236,9 @@ class Nemesis:
         async with self._locks[f"links-{holder}"]:
             for at, peer in ends:  # refused here when the transport cannot be shaped, before anything is broken
                 await self._wait(partial(self._shape_end, at, peer, CLEAR), f"the links of {at} can be shaped")
-            fault = self._fault(name, ",".join(f"{at}<-{peer}" for at, peer in ends), f"shaping transport: {shape}")
+            target = ",".join(f"{at}<-{peer}" for at, peer in ends)
+            mechanism = f"{CORRUPTING if shape.corruption == 1.0 else 'shaping transport'}: {shape}"
+            fault = self._fault(name, target, mechanism, key=self.key_of(holder))
             try:
                 for at, peer in ends:
                     with contextlib.suppress(UnavailableError):  # another strike was first; its successor is clear

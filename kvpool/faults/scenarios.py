@@ -143,7 +143,7 @@ async def _stall(nemesis: Nemesis, name: str) -> None:
 
 async def _corrupt(nemesis: Nemesis, name: str) -> None:
     holder, _ = await nemesis.pair()
-    await nemesis.shape_answers(name, holder, LinkShape(corruption=0.5), LINK_FAULT_S)
+    await nemesis.shape_answers(name, holder, LinkShape(corruption=1.0), LINK_FAULT_S)
 
 
 _SIGNAL, _SHAPING = Mechanism.SIGNAL, Mechanism.SHAPING
@@ -274,7 +274,7 @@ _ALL = (
     ),
     Scenario(
         "link-corrupt",
-        "half of a holder's blocks have a wrong checksum",
+        "every block that a holder offers has a wrong checksum",
         "no such block is used",
         _SHAPING,
         _corrupt,

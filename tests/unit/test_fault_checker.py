@@ -187,6 +187,12 @@ def load_failure_that_no_worker_counted(story: Story) -> None:
     story.find("response", id="q-7")["stats"]["load_failures"] = ["stall"]
 
 
+def spoilt_block_accepted(story: Story) -> None:
+    story.find("fault").update(name="link-corrupt", mechanism="corrupting transport: …")
+    story.find("attempt", id="q-24").update(plan="load", holders=[HOLDER], planned_tokens=64, forced=True)
+    story.find("response", id="q-24")["stats"]["tokens_loaded"] = 64
+
+
 def dead_holder_offered(story: Story) -> None:
     line = story.find("attempt", id="q-36")  # sent 4 s after the kill, long after the lease
     line.update(plan="load", holders=[HOLDER], planned_tokens=64)
@@ -263,6 +269,7 @@ CANARIES: dict[Rule, tuple[Callable[[Story], None], ...]] = {
         nameless_load_failure,
         load_failure_that_no_worker_counted,
     ),
+    Rule.CORRUPT_REFUSED: (spoilt_block_accepted,),
     Rule.DEAD_NOT_OFFERED: (dead_holder_offered, dead_worker_chosen, failed_holder_offered_again),
     Rule.INDEX_EQUAL: (
         never_audited,
