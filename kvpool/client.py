@@ -13,41 +13,35 @@ them. The client owns nothing of a running cluster; an embedded one ends with th
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
+import operator
+import os
 import queue
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from kvpool.attempts import FIRST_BACKOFF_S, MAX_BACKOFF_S, Attempts, is_final
 from kvpool.config import ClusterConfig
-from kvpool.errors import CapacityError, DeadlineError, RequestError, StaleError, UnavailableError
-from kvpool.plan import Route
-from kvpool.request import (
-    FinishReason,
-    GenerateRequest,
-    GenerateResult,
-    RequestStats,
-    SamplingParams,
-    TokenChunk,
-    TokenLogprobs,
-)
+from kvpool.errors import DeadlineError, DuplicateError, RequestError, UnavailableError
+from kvpool.request import GenerateRequest, GenerateResult, SamplingParams, TokenChunk, TokenLogprobs
 from kvpool.text import TextStream
 from kvpool.tokenizer import Tokenizer
-from kvpool.types import RequestId, WorkerKey
+from kvpool.types import RequestId
 
 if TYPE_CHECKING:
     from kvpool.cluster.connection import ClusterConnection, ClusterInfo
     from kvpool.cluster.launcher import Cluster
 
 DEFAULT_TIMEOUT_S = 120.0
-MAX_ATTEMPTS = 64
-FIRST_BACKOFF_S = 0.05
-MAX_BACKOFF_S = 1.0
+MAX_TIMEOUT_S = 30 * 86_400.0
 CLOSE_TIMEOUT_S = 60.0
+END_TASKS_TIMEOUT_S = 5.0
 LONG_PROMPT_CHARS = 16 * 1024  # longer texts are tokenized on a thread: a megabyte takes half a second
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -86,11 +80,12 @@ class AsyncKVPoolClient:
         if address is not None and config is not None:
             raise RequestError("config applies to an embedded cluster only; leave it out with an address")
         self._cluster: Cluster | None = None
+        self._joined = False
         if address is None:
             self._cluster = Cluster.start(config or ClusterConfig(), name=f"{cluster}-{uuid.uuid4().hex[:8]}")
             self._connection: ClusterConnection = self._cluster.connection()
         else:
-            connect_ray(address)
+            self._joined = connect_ray(address)
             self._connection = ClusterConnection(cluster)
         self._info: ClusterInfo | None = None
         self._tokenizer: Tokenizer | None = None
@@ -101,6 +96,7 @@ class AsyncKVPoolClient:
         """A client over a connection that somebody else owns."""
         client = cls.__new__(cls)
         client._cluster = None
+        client._joined = False
         client._connection = connection
         client._info = None
         client._tokenizer = None
@@ -121,16 +117,22 @@ class AsyncKVPoolClient:
 
     async def generate(self, prompt: Prompt, **options: Any) -> GenerateResult:
         """Generate and return the whole answer. Options are those of `stream`."""
-        async for chunk in self.stream(prompt, **options):
-            if chunk.result is not None:
-                return chunk.result
+        async with contextlib.aclosing(self.stream(prompt, **options)) as chunks:
+            async for chunk in chunks:
+                if chunk.result is not None:
+                    return chunk.result
         raise UnavailableError("the stream ended without a result")
 
     async def generate_batch(self, prompts: Sequence[Prompt], **options: Any) -> list[GenerateResult]:
         """Generate for all prompts at once; results in order. The first error cancels the rest and is raised."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.generate(prompt, **options)) for prompt in prompts]
-        return [task.result() for task in tasks]
+        tasks = [asyncio.ensure_future(self.generate(prompt, **options)) for prompt in prompts]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
 
     async def stream(
         self,
@@ -147,15 +149,15 @@ class AsyncKVPoolClient:
         tenant: str = "",
         timeout_s: float = DEFAULT_TIMEOUT_S,
         request_id: str | None = None,
-    ) -> AsyncIterator[TextChunk]:
-        """Generate and yield text as it comes.
+    ) -> AsyncGenerator[TextChunk]:
+        """Generate and yield text as it comes. Closing the generator cancels the request.
 
         Args:
             prompt: text, token ids, or chat messages.
             max_tokens, temperature, top_p, seed, stop, stop_token_ids, ignore_eos, logprobs: see
                 `kvpool.request.SamplingParams`.
             tenant: requests of different tenants never share blocks.
-            timeout_s: budget for the whole request.
+            timeout_s: budget for the whole request, from the call on.
             request_id: identity for `cancel` and ``kvpool explain``; made up when None.
 
         Raises:
@@ -168,29 +170,47 @@ class AsyncKVPoolClient:
             temperature=temperature,
             top_p=top_p,
             seed=seed,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            stop_token_ids=tuple(stop_token_ids),
+            stop=(stop,) if isinstance(stop, str) else _tuple_of(stop, "stop"),
+            stop_token_ids=_tuple_of(stop_token_ids, "stop_token_ids"),
             ignore_eos=ignore_eos,
             logprobs=logprobs,
         )
-        tokenizer = await self.tokenizer()
+        deadline_s = time.monotonic() + _checked_timeout_s(timeout_s)
+        tokenizer, info = await self._first_contact(deadline_s)
         tokens = await _encode_beside(tokenizer, prompt)
-        _require_fits(tokens, sampling, (await self.info()).max_context_tokens)
+        _require_fits(tokens, sampling, info.max_context_tokens)
         request = GenerateRequest(
-            request_id=RequestId(request_id or f"req-{uuid.uuid4().hex[:12]}"),
+            request_id=RequestId(f"req-{uuid.uuid4().hex[:12]}" if request_id is None else request_id),
             prompt=tokens,
             sampling=sampling,
             tenant=tenant,
-            timeout_ns=int(timeout_s * 1e9),
+            timeout_ns=max(1, int(timeout_s * 1e9)),
         )
         if request.request_id in self._running:
-            raise RequestError(f"request id {request.request_id!r} is already running", field="request_id")
+            raise DuplicateError(f"request id {request.request_id!r} is already running", field="request_id")
         cancelled = self._running[request.request_id] = asyncio.Event()
+        attempts = Attempts(self._connection, request, cancelled, deadline_s)
         try:
-            async for chunk in _render(tokenizer, request, _Attempts(self._connection, request, cancelled).run()):
-                yield chunk
+            async with contextlib.aclosing(_render(tokenizer, request, attempts.run())) as chunks:
+                async for chunk in chunks:
+                    yield chunk
         finally:
             del self._running[request.request_id]
+
+    async def _first_contact(self, deadline_s: float) -> tuple[Tokenizer, ClusterInfo]:
+        """What every request needs of the cluster. Asked once; a router or worker that just restarts is waited for."""
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            try:
+                async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
+                    return await self.tokenizer(), await self.info()
+            except TimeoutError as error:
+                raise DeadlineError("the cluster did not answer within the request's budget") from error
+            except UnavailableError as error:
+                if is_final(error) or time.monotonic() + backoff_s >= deadline_s:
+                    raise
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
 
     async def cancel(self, request_id: str) -> bool:
         """Cancel a request of this client; it ends with ``FinishReason.CANCELLED``. False when it does not run."""
@@ -221,9 +241,14 @@ class AsyncKVPoolClient:
         return status
 
     async def close(self) -> None:
-        """End the embedded cluster, if there is one. May be repeated."""
+        """End the embedded cluster, or this client's part in the connection to the running one. May be repeated."""
+        from kvpool.cluster.connection import disconnect_ray
+
         if self._cluster is not None:
             await asyncio.to_thread(self._cluster.close)
+        if self._joined:
+            self._joined = False
+            await asyncio.to_thread(disconnect_ray)
 
     async def __aenter__(self) -> Self:
         return self
@@ -254,17 +279,44 @@ def _require_fits(tokens: tuple[int, ...], sampling: SamplingParams, max_context
 def _encode(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
-    items = list(prompt)
+    items: tuple[Any, ...] = _tuple_of(prompt, "prompt")
     if items and all(isinstance(item, Mapping) for item in items):
-        return tokenizer.encode_chat(items)  # type: ignore[arg-type]
-    if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-        return tuple(items)  # type: ignore[arg-type]
+        return tokenizer.encode_chat(items)
+    try:
+        if not any(isinstance(item, bool) for item in items):
+            return tuple(operator.index(item) for item in items)  # numpy's integers too
+    except TypeError:
+        pass  # answered below
     raise RequestError("the prompt must be text, a list of token ids, or a list of chat messages", field="prompt")
 
 
+def _tuple_of(values: Iterable[_T], field: str) -> tuple[_T, ...]:
+    try:
+        return tuple(values)
+    except TypeError as error:
+        raise RequestError(f"{field} must be a sequence, got {values!r}", field=field) from error
+
+
+def _checked_timeout_s(timeout_s: float) -> float:
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise RequestError(
+            f"timeout_s must be a number of seconds above 0 and up to {MAX_TIMEOUT_S:.0f}, got {timeout_s!r}",
+            field="timeout_s",
+        )
+    return timeout_s
+
+
 async def _render(
-    tokenizer: Tokenizer, request: GenerateRequest, chunks: AsyncIterator[TokenChunk]
-) -> AsyncIterator[TextChunk]:
+    tokenizer: Tokenizer, request: GenerateRequest, chunks: AsyncGenerator[TokenChunk]
+) -> AsyncGenerator[TextChunk]:
+    async with contextlib.aclosing(chunks):
+        async for chunk in _rendered(tokenizer, request, chunks):
+            yield chunk
+
+
+async def _rendered(
+    tokenizer: Tokenizer, request: GenerateRequest, chunks: AsyncGenerator[TokenChunk]
+) -> AsyncGenerator[TextChunk]:
     text = TextStream(tokenizer.decode, request.sampling.stop)
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
@@ -287,112 +339,31 @@ async def _render(
             yield TextChunk(request.request_id, piece, chunk.tokens, result, chunk.logprobs)
 
 
-class _Attempts:
-    """One request over as many workers as it takes, inside its deadline."""
-
-    def __init__(self, connection: ClusterConnection, request: GenerateRequest, cancelled: asyncio.Event) -> None:
-        self._connection = connection
-        self._request = request
-        self._cancelled = cancelled
-        self._deadline_s = time.monotonic() + request.timeout_ns / 1e9
-        self._delivered: list[int] = []
-        self._excluded: set[WorkerKey] = set()
-        self._attempts = 0
-
-    async def run(self) -> AsyncIterator[TokenChunk]:
-        backoff_s = FIRST_BACKOFF_S
-        last_error: Exception | None = None
-        while self._attempts < MAX_ATTEMPTS:
-            self._attempts += 1
-            delivered_before = len(self._delivered)
-            route: Route | None = None
-            try:
-                route = await self._connection.route(self._current(), frozenset(self._excluded), self._remaining_s())
-                async for chunk in self._stream(route):
-                    yield chunk
-                return
-            except (UnavailableError, StaleError) as error:
-                last_error = error
-                if route is not None:
-                    self._excluded.add(route.worker)
-            except CapacityError as error:
-                last_error = error  # full, not broken: wait and ask again, anyone may be free by then
-            if len(self._delivered) > delivered_before:
-                backoff_s = FIRST_BACKOFF_S
-            if time.monotonic() + backoff_s >= self._deadline_s:
-                break
-            await self._pause(backoff_s)
-            backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
-        raise DeadlineError(
-            f"request {self._request.request_id} did not finish within its budget; last error: {last_error}",
-            attempts=self._attempts,
-            timeout_s=self._request.timeout_ns / 1e9,
-        ) from last_error
-
-    async def _stream(self, route: Route) -> AsyncIterator[TokenChunk]:
-        """Chunks of one attempt; ends with a cancelled chunk when the user cancels."""
-        chunks = self._connection.stream(route, self._current(), self._remaining_s())
-        waiter = asyncio.ensure_future(self._cancelled.wait())
-        step: asyncio.Future[TokenChunk | None] | None = None
-        try:
-            while True:
-                step = asyncio.ensure_future(anext(chunks, None))
-                await asyncio.wait({step, waiter}, return_when=asyncio.FIRST_COMPLETED)
-                if not step.done():
-                    yield _cancelled_chunk(self._request, route, self._attempts)
-                    return
-                chunk = step.result()
-                if chunk is None:
-                    return
-                self._delivered.extend(chunk.tokens)
-                if chunk.stats is not None:
-                    chunk = replace(chunk, stats=replace(chunk.stats, attempts=self._attempts))
-                yield chunk
-        finally:
-            waiter.cancel()
-            if step is not None and not step.done():
-                step.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await step
-            await chunks.aclose()  # type: ignore[attr-defined]
-
-    def _current(self) -> GenerateRequest:
-        """The request as it stands: what was delivered is context now, and the budget has shrunk."""
-        return replace(
-            self._request, generated=tuple(self._delivered), timeout_ns=max(1, int(self._remaining_s() * 1e9))
-        )
-
-    def _remaining_s(self) -> float:
-        return max(0.001, self._deadline_s - time.monotonic())
-
-    async def _pause(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._cancelled.wait(), seconds)
-
-
-def _cancelled_chunk(request: GenerateRequest, route: Route, attempts: int) -> TokenChunk:
-    stats = RequestStats(
-        worker_id=route.worker_id,
-        plan=route.plan.kind.value,
-        prompt_tokens=len(request.prompt),
-        tokens_cached=0,
-        tokens_loaded=0,
-        tokens_redone=0,
-        attempts=attempts,
-    )
-    return TokenChunk(request.request_id, (), finish=FinishReason.CANCELLED, stats=stats)
-
-
 class KVPoolClient:
-    """The client for ordinary programs: the same calls, blocking; safe to use from several threads.
+    """The client for ordinary programs: the same calls, blocking; safe to use from several threads, and beside a
+    running event loop, as in a notebook.
 
-    Arguments and errors are those of `AsyncKVPoolClient`.
+    Arguments and errors are those of `AsyncKVPoolClient`. Calls that are under way when another thread closes the
+    client end with `UnavailableError`; later ones, and all in a forked child, with `RequestError`.
     """
 
     def __init__(
         self, address: str | None = None, *, cluster: str = "default", config: ClusterConfig | None = None
     ) -> None:
-        self._async = AsyncKVPoolClient(address, cluster=cluster, config=config)
+        self._begin(AsyncKVPoolClient(address, cluster=cluster, config=config))
+
+    @classmethod
+    def of(cls, connection: ClusterConnection) -> KVPoolClient:
+        """A client over a connection that somebody else owns."""
+        client = cls.__new__(cls)
+        client._begin(AsyncKVPoolClient.of(connection))
+        return client
+
+    def _begin(self, client: AsyncKVPoolClient) -> None:
+        self._async = client
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvpool-client", daemon=True)
         self._thread.start()
@@ -411,20 +382,23 @@ class KVPoolClient:
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[TextChunk]:
         """Generate and yield text as it comes. Closing the iterator cancels the request."""
-        chunks: queue.Queue[TextChunk | BaseException | None] = queue.Queue()
+        chunks: queue.Queue[TextChunk | BaseException | None] = queue.Queue()  # max_tokens and a last one bound it
 
         async def pump() -> None:
             try:
-                async for chunk in self._async.stream(prompt, **options):
-                    chunks.put(chunk)
+                async with contextlib.aclosing(self._async.stream(prompt, **options)) as source:
+                    async for chunk in source:
+                        chunks.put(chunk)
                 chunks.put(None)
             except BaseException as error:
                 chunks.put(error)
                 raise
 
-        task = asyncio.run_coroutine_threadsafe(pump(), self._loop)
+        task = self._submit(pump())
         try:
-            while (item := chunks.get()) is not None:
+            while (item := chunks.get()) is not None:  # the pump ends by the request's deadline, or with the client
+                if isinstance(item, asyncio.CancelledError):
+                    raise _closed_meanwhile() from item
                 if isinstance(item, BaseException):
                     raise item
                 yield item
@@ -448,13 +422,21 @@ class KVPoolClient:
         return self._run(self._async.status())
 
     def close(self) -> None:
-        """End the embedded cluster, if there is one, and this client. May be repeated."""
-        if self._loop.is_closed():
-            return
-        self._run(self._async.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_TIMEOUT_S)
-        self._loop.close()
+        """End this client: its running requests, and the embedded cluster if there is one. May be repeated."""
+        if os.getpid() != self._pid:
+            return  # a forked child owns nothing of it
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            self._wait(self._schedule(_end_tasks()))
+            self._wait(self._schedule(self._async.close()))
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSE_TIMEOUT_S)
+            if not self._thread.is_alive():
+                self._loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -465,7 +447,39 @@ class KVPoolClient:
         self.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        if self._loop.is_closed():
-            coroutine.close()
+        return self._wait(self._submit(coroutine))
+
+    def _submit(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
+        with self._lock:
+            if not self._closed and os.getpid() == self._pid:
+                return self._schedule(coroutine)
+        coroutine.close()
+        if self._closed:
             raise RequestError("the client is closed")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        raise RequestError(f"this client belongs to process {self._pid}; make another one in this process")
+
+    def _schedule(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _wait(self, future: concurrent.futures.Future[_T]) -> _T:
+        """The result; who stops waiting for it (Ctrl-C) cancels the call."""
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError as error:
+            raise _closed_meanwhile() from error
+        finally:
+            future.cancel()
+
+
+async def _end_tasks() -> None:
+    """Cancel everything else that runs on this loop, and wait for it."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=END_TASKS_TIMEOUT_S)
+    await asyncio.get_running_loop().shutdown_asyncgens()
+
+
+def _closed_meanwhile() -> UnavailableError:
+    return UnavailableError("the client was closed while the call was under way")

@@ -13,6 +13,7 @@
     ├── IncompatibleError     layout, dtype, block size or hash scheme differ → never retry; refuse at join
     └── RequestError          malformed argument            → fix the caller
         ├── ConfigError       a setting is wrong
+        ├── DuplicateError    the request's id is in use     → another id; our own earlier attempt: wait for its end
         └── ModelError        the model is unknown or its architecture is not supported
             └── NumericsError the model produced logits that are not finite; the request cannot go on
     InvariantViolation        our bug; outside the tree     → crash the actor, keep its history
@@ -125,6 +126,12 @@ class ConfigError(RequestError):
     """A setting is unknown, malformed or contradicts another."""
 
     code = "invalid_config"
+
+
+class DuplicateError(RequestError):
+    """A request of the same id is being served there."""
+
+    code = "duplicate"
 
 
 class ModelError(RequestError):

@@ -9,6 +9,7 @@ from kvpool.errors import RequestError
 from kvpool.types import RequestId, WorkerId
 
 MAX_TOP_LOGPROBS = 20
+MAX_NAME_CHARS = 256
 
 
 class FinishReason(Enum):
@@ -96,8 +97,9 @@ class GenerateRequest:
         if not self.prompt:
             raise RequestError("the prompt is empty; give at least one token", field="prompt")
         for name in ("request_id", "tenant"):
-            if not isinstance(getattr(self, name), str):
-                raise RequestError(f"{name} must be text, got {getattr(self, name)!r}", field=name)
+            _require_name(getattr(self, name), name)
+        if not self.request_id:
+            raise RequestError("request_id must not be empty", field="request_id")
         _require_int(self.timeout_ns, "timeout")
         if len(self.generated) >= self.sampling.max_tokens:
             raise RequestError("nothing is left to generate", field="generated")
@@ -180,3 +182,12 @@ def _require_int(value: object, field_name: str) -> None:
 def _require_number(value: object, field_name: str) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise RequestError(f"{field_name} must be a number, got {value!r}", field=field_name)
+
+
+def _require_name(value: object, field_name: str) -> None:
+    """Names travel to router, workers and reports: text of bounded length that UTF-8 can carry."""
+    if not isinstance(value, str) or len(value) > MAX_NAME_CHARS or any(0xD800 <= ord(char) < 0xE000 for char in value):
+        raise RequestError(
+            f"{field_name} must be Unicode text of at most {MAX_NAME_CHARS} characters, got {value!r:.80}",
+            field=field_name,
+        )

@@ -90,11 +90,11 @@ class WorkerActor:
                 yield item
         finally:
             if not finished:
-                worker.core.cancel(request.request_id)
+                worker.core.cancel(request.request_id, route.decision_id)
 
-    async def cancel(self, request_id: RequestId) -> None:
-        """Cancel a request; unknown ids are fine."""
-        self._worker().core.cancel(request_id)
+    async def cancel(self, request_id: RequestId, decision_id: str) -> None:
+        """Cancel the attempt of a request that ``decision_id`` stands for; unknown ones are fine."""
+        self._worker().core.cancel(request_id, decision_id)
 
     async def status(self) -> dict[str, Any]:
         """Counters and gauges of this worker."""
@@ -159,7 +159,7 @@ class WorkerActor:
             raise UnavailableError(f"worker {self._key} is still starting")
         error = self._booted.exception()
         if error is not None:
-            raise (
-                error if isinstance(error, KVPoolError) else RequestError(f"worker {self._key} did not start: {error}")
-            )
+            if isinstance(error, KVPoolError):
+                raise error
+            raise UnavailableError(f"worker {self._key} did not start: {error!r}") from error
         return self._booted.result()

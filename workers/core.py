@@ -143,7 +143,8 @@ class WorkerCore:
                 block. Nothing is delivered after `FinishReason` or an error.
 
         Raises:
-            RequestError: the request can never be served here, or one with its id is running.
+            RequestError: the request can never be served here.
+            DuplicateError: one with its id is running.
             CapacityError: too many requests wait.
             UnavailableError: the worker drains, is closed or its engine broke.
         """
@@ -155,9 +156,13 @@ class WorkerCore:
         now_ns = self._parts.clock_ns()
         self._loop.admit(Sequence(request, plan, decision_id, table, now_ns, now_ns + request.timeout_ns), sink)
 
-    def cancel(self, request_id: RequestId) -> None:
-        """End a request; its sink gets a chunk with `FinishReason.CANCELLED`. Unknown ids are fine."""
-        self._loop.cancel(request_id)
+    def cancel(self, request_id: RequestId, decision_id: str | None = None) -> None:
+        """End a request; its sink gets a chunk with `FinishReason.CANCELLED`. Unknown ids are fine.
+
+        ``decision_id`` names one attempt: whoever gives up an attempt must not end another one, be it a later one of
+        the same request or that of a stranger who chose the same id.
+        """
+        self._loop.cancel(request_id, decision_id)
 
     def observe_load(self, sample: LoadSample) -> None:
         """A read from one holder ended; for the loader, from any thread. Never waits, drops the oldest when full.

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvpool.errors import CapacityError, DeadlineError, KVPoolError, NumericsError, RequestError, UnavailableError
+from kvpool.errors import CapacityError, DeadlineError, DuplicateError, KVPoolError, NumericsError, UnavailableError
 from kvpool.reports import LoadSample, PrefillSample, RequestOutcome, WorkerLoad
 from kvpool.request import FinishReason, TokenChunk, TokenLogprobs
 from kvpool.types import RequestId, WorkerId
@@ -86,7 +86,7 @@ class EngineLoop:
         """Queue a request and start its loads.
 
         Raises:
-            RequestError: one with its id is running.
+            DuplicateError: one with its id is running.
             CapacityError: too many requests wait.
             UnavailableError: the loop ended.
         """
@@ -95,7 +95,7 @@ class EngineLoop:
             if self.failure is not None or self._closing:
                 raise UnavailableError(f"{parts.worker_id} is closed or broken ({self.failure}); use another worker")
             if sequence.request_id in self._active:
-                raise RequestError(
+                raise DuplicateError(
                     f"a request with the id {sequence.request_id} runs here already; wait for it or use another id",
                     request_id=sequence.request_id,
                 )
@@ -106,10 +106,12 @@ class EngineLoop:
                 parts.flights.start(order)
         parts.wake.set()
 
-    def cancel(self, request_id: RequestId) -> None:
-        """End a request at the next beat. Unknown ids are fine."""
+    def cancel(self, request_id: RequestId, decision_id: str | None = None) -> None:
+        """End a request at the next beat, but only the attempt of ``decision_id`` when that is given. Unknown ids are
+        fine."""
         with self._parts.lock:
-            if request_id in self._active:
+            active = self._active.get(request_id)
+            if active is not None and decision_id in (None, active.sequence.decision_id):
                 self._cancels.add(request_id)
         self._parts.wake.set()
 

@@ -7,7 +7,10 @@ is on the way of a running request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import os
+import socket
+import threading
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +24,13 @@ from kvpool.hashing import Namespace
 from kvpool.plan import Route
 from kvpool.request import GenerateRequest, TokenChunk
 from kvpool.tokenizer import TokenizerFiles
-from kvpool.types import RequestId, WorkerId, WorkerKey
+from kvpool.types import WorkerId, WorkerKey
 
 ROUTER_NAME = "router"
 LIVENESS_PERIOD_S = 1.0
 CALL_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 5.0
+RAY_PATIENCE_VARIABLE = "RAY_gcs_server_port_wait_time_s"
 
 
 def namespace_of(cluster: str) -> str:
@@ -108,11 +113,12 @@ class ClusterConnection:
         route: Route = await self.call(ROUTER_NAME, "route", request, exclude, timeout_s=timeout_s)
         return route
 
-    async def stream(self, route: Route, request: GenerateRequest, timeout_s: float) -> AsyncIterator[TokenChunk]:
+    async def stream(self, route: Route, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[TokenChunk]:
         """Tokens of one attempt, until the last chunk.
 
         Raises:
             UnavailableError: the worker died or was fenced; another attempt is right.
+            DuplicateError: a request of the same id is being served there, an earlier attempt of this one perhaps.
             DeadlineError: ``timeout_s`` passed.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
@@ -132,13 +138,15 @@ class ClusterConnection:
                 if finished:
                     return  # nothing may follow, so a worker that dies now owes nothing and must not be waited for
             raise UnavailableError(f"{what} ended the stream early")
-        except KVPoolError:
-            raise
         except Exception as error:
-            raise map_ray_error(error, what) from error
+            # An actor's error arrives as Ray's and ours in one class, whose text is a remote traceback.
+            mapped = map_ray_error(error, what)
+            if mapped is error:
+                raise
+            raise mapped from error
         finally:
             if generator is not None and not finished:
-                self._cancel_quietly(route.control_address, request.request_id)
+                self._cancel_quietly(route)
 
     async def _next(self, generator: Any, key: WorkerKey, deadline_s: float) -> Any:
         """Next reference, None at the end. A silent worker is checked against the membership once a second."""
@@ -164,13 +172,9 @@ class ClusterConnection:
         except UnavailableError:
             return True
 
-    async def cancel(self, control_address: str, request_id: RequestId) -> None:
-        """Cancel a request on a worker; unknown ids are fine."""
-        await self.call(control_address, "cancel", request_id)
-
-    def _cancel_quietly(self, control_address: str, request_id: RequestId) -> None:
+    def _cancel_quietly(self, route: Route) -> None:
         try:
-            self._actor(control_address).cancel.remote(request_id)
+            self._actor(route.control_address).cancel.remote(route.request_id, route.decision_id)
         except (UnavailableError, ray.exceptions.RayError):
             return  # the worker is gone, and its requests with it
 
@@ -178,44 +182,89 @@ class ClusterConnection:
         """Call a method of a named actor and wait at most ``timeout_s``.
 
         Raises:
-            KVPoolError: what the actor raised, or UnavailableError / DeadlineError for Ray's own failures.
+            KVPoolError: what the actor raised, or UnavailableError / DeadlineError for Ray's own failures. ``gone`` in
+                the details says that no such actor exists, which waiting does not change; one that restarts exists.
         """
         what = f"{actor}.{method}"
         try:
             reference = getattr(self._actor(actor), method).remote(*args)
             return await asyncio.wait_for(reference, timeout_s)
-        except KVPoolError as error:
-            raise map_ray_error(error, what) from error
         except Exception as error:
-            self._actors.pop(actor, None)
-            raise map_ray_error(error, what) from error
+            if not isinstance(error, KVPoolError):
+                self._actors.pop(actor, None)
+            mapped = map_ray_error(error, what)
+            if mapped is error:
+                raise
+            raise mapped from error
 
     def _actor(self, name: str) -> ActorHandle:
         if not ray.is_initialized():
-            raise UnavailableError("the connection to the Ray cluster is closed")
+            raise UnavailableError("the connection to the Ray cluster is closed", gone=True)
         handle = self._actors.get(name)
         if handle is None:
             try:
                 handle = ray.get_actor(name, namespace=self._namespace)
             except ValueError as error:
-                raise UnavailableError(f"no actor {name!r} in namespace {self._namespace!r}") from error
+                raise UnavailableError(f"no actor {name!r} in namespace {self._namespace!r}", gone=True) from error
             self._actors[name] = handle
         return handle
 
 
-def connect_ray(address: str) -> None:
+class _Shares:
+    """Clients that hold the connection which `connect_ray` made; Ray has one connection per process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.count = 0
+
+
+_shares = _Shares()
+
+
+def connect_ray(address: str) -> bool:
     """Join a running Ray cluster as a driver.
+
+    Returns:
+        Whether the caller holds a share in the connection now, to be given back with `disconnect_ray`; False when the
+        program had made the connection itself.
 
     Raises:
         UnavailableError: nothing answers at the address.
-        RequestError: this process is already connected to another cluster.
+        RequestError: the address is malformed, or this process is already connected to another cluster.
     """
-    if ray.is_initialized():
-        if ray.get_runtime_context().gcs_address != address:
+    with _shares.lock:
+        if not ray.is_initialized():
+            _shares.count = 0  # whoever held the last connection has lost it
+            _init_ray(address)
+        elif ray.get_runtime_context().gcs_address != address:
             raise RequestError(f"this process is already connected to another Ray cluster, not to {address}")
-        return
+        elif not _shares.count:
+            return False
+        _shares.count += 1
+        return True
+
+
+def disconnect_ray() -> None:
+    """Give a share back; the last one closes the connection, so that the process may join another cluster."""
+    with _shares.lock:
+        _shares.count = max(0, _shares.count - 1)
+        if not _shares.count and ray.is_initialized():
+            ray.shutdown()
+
+
+def _init_ray(address: str) -> None:
+    """Ray itself tries for a quarter of an hour when nobody answers, so look first, and let it try once."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise RequestError(f"a Ray address is host:port, got {address!r}", field="address")
     find_token(address)
+    before = os.environ.get(RAY_PATIENCE_VARIABLE)
+    os.environ.setdefault(RAY_PATIENCE_VARIABLE, "1")
     try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, OverflowError, ray.exceptions.RayError) as error:
         raise UnavailableError(f"no Ray cluster answers at {address}: {error}") from error
+    finally:
+        if before is None:
+            os.environ.pop(RAY_PATIENCE_VARIABLE, None)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
-from kvpool.cluster.connection import ClusterConnection
+import pytest
+from ray.exceptions import RayTaskError
+
+from kvpool.cluster.connection import ClusterConnection, connect_ray
+from kvpool.errors import DuplicateError, KVPoolError, RequestError, UnavailableError
 from kvpool.plan import REDO, Route
 from kvpool.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from kvpool.types import RequestId, WorkerEpoch, WorkerId, WorkerKey
@@ -52,3 +58,59 @@ def test_a_worker_that_falls_silent_behind_the_last_chunk_is_not_waited_for() ->
 
     chunks = asyncio.run(asyncio.wait_for(follow(), 10.0))
     assert [chunk.tokens for chunk in chunks] == [(7,), (8,)]
+
+
+class _Refusing(_Handle):
+    """A worker that answers a request with an error, in the class that Ray makes of it."""
+
+    def __init__(self, error: KVPoolError) -> None:
+        super().__init__()
+        self.error = error
+        self.cancelled_with: list[tuple[Any, ...]] = []
+        self.cancel = SimpleNamespace(remote=lambda *args: self.cancelled_with.append(args))
+
+    def remote(self, *_: Any) -> AsyncIterator[asyncio.Future[TokenChunk]]:
+        async def stream() -> AsyncIterator[asyncio.Future[TokenChunk]]:
+            failed: asyncio.Future[TokenChunk] = asyncio.get_running_loop().create_future()
+            failed.set_exception(RayTaskError("generate", "remote traceback", self.error).as_instanceof_cause())
+            yield failed
+
+        return stream()
+
+
+def _refused(error: KVPoolError) -> tuple[KVPoolError, _Refusing]:
+    handle = _Refusing(error)
+    connection = ClusterConnection("c")
+    connection._actor = lambda _: handle  # type: ignore[assignment,method-assign]
+
+    async def follow() -> None:
+        async for _ in connection.stream(ROUTE, REQUEST, 20.0):
+            pass
+
+    with pytest.raises(KVPoolError) as caught:
+        asyncio.run(follow())
+    return caught.value, handle
+
+
+def test_a_workers_error_arrives_as_it_was_raised_without_rays_class_and_traceback() -> None:
+    error, _ = _refused(RequestError("token 5 is outside", token=5))
+    assert type(error) is RequestError
+    assert str(error) == "token 5 is outside [token=5]"
+
+
+def test_giving_up_an_attempt_names_the_attempt_so_that_no_other_of_the_same_id_ends() -> None:
+    _, handle = _refused(DuplicateError("runs here already"))
+    assert handle.cancelled_with == [(ROUTE.request_id, ROUTE.decision_id)]
+
+
+def test_an_address_nobody_listens_at_is_refused_at_once() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))  # and does not listen
+        with pytest.raises(UnavailableError, match="no Ray cluster answers"):
+            connect_ray(f"127.0.0.1:{probe.getsockname()[1]}")
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", "auto", "host:", ":6379", "host:port"])
+def test_a_malformed_address_is_refused_by_name(address: str) -> None:
+    with pytest.raises(RequestError, match="host:port"):
+        connect_ray(address)

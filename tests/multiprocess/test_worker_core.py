@@ -19,6 +19,7 @@ from kvpool.config import EngineConfig, SchedulerConfig, WorkerConfig
 from kvpool.errors import (
     CapacityError,
     DeadlineError,
+    DuplicateError,
     InvariantViolation,
     KVPoolError,
     NumericsError,
@@ -331,6 +332,19 @@ def test_an_impatient_worker_computes_what_has_not_come_yet(pool: Pool) -> None:
         assert got.tokens == pool.kind.plain(request)
         assert got.stats is not None
         assert got.stats.tokens_cached + got.stats.tokens_loaded + got.stats.tokens_redone == 50
+
+
+def test_a_second_request_of_the_same_id_is_refused_and_giving_it_up_does_not_end_the_first(fake_pool: Pool) -> None:
+    core = fake_pool.add(num_blocks=200)
+    sink, other = Collector(), Collector()
+    request = make_request("same", fake_pool.prompt(9), 60, ignore_eos=True)
+    core.submit(request, REDO, "first", sink)
+    assert sink.first.wait(30)
+    with pytest.raises(DuplicateError, match="same"):
+        core.submit(request, REDO, "second", other)
+    core.cancel(RequestId("same"), "second")
+    assert sink.result() == fake_pool.kind.plain(request)
+    assert sink.finish is FinishReason.LENGTH
 
 
 def test_a_cancelled_request_ends_at_once_and_gives_its_pages_back(fake_pool: Pool) -> None:

@@ -59,6 +59,10 @@ def test_sampling_refuses_values_of_another_type_that_would_break_an_engine(
         ({"timeout_ns": 0}, "timeout"),
         ({"generated": (1, 2)}, "generated"),
         ({"tenant": 5}, "tenant"),
+        ({"tenant": "\ud800"}, "tenant"),
+        ({"request_id": "half \ud800"}, "request_id"),
+        ({"request_id": "r" * 257}, "request_id"),
+        ({"request_id": ""}, "request_id"),
     ],
 )
 def test_a_request_refuses_what_cannot_be_served(options: dict[str, Any], field: str) -> None:

@@ -1,0 +1,193 @@
+"""One request over as many attempts as it takes: what the client does when a worker or the router fails.
+
+Tokens that were delivered stay; the next worker goes on behind them. A worker that failed the request is left out
+until nobody else is there. Everything ends at the request's deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kvpool.errors import CapacityError, DeadlineError, DuplicateError, KVPoolError, StaleError, UnavailableError
+from kvpool.plan import PlanKind, Route
+from kvpool.request import FinishReason, GenerateRequest, RequestStats, TokenChunk
+from kvpool.types import WorkerId, WorkerKey
+
+if TYPE_CHECKING:
+    from kvpool.cluster.connection import ClusterConnection
+
+MAX_FAILED_ATTEMPTS = 64  # without a token in between; waiting for room or for a router ends with the budget only
+FIRST_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 1.0
+
+UNROUTED = WorkerId("unrouted")
+"""`RequestStats.worker_id` of a request that was cancelled before it had a worker."""
+
+
+class Attempts:
+    """One request over as many workers as it takes, inside its deadline.
+
+    Args:
+        connection: to router and workers.
+        request: as the user asked it.
+        cancelled: set when the user cancels.
+        deadline_s: on the monotonic clock.
+    """
+
+    def __init__(
+        self, connection: ClusterConnection, request: GenerateRequest, cancelled: asyncio.Event, deadline_s: float
+    ) -> None:
+        self._connection = connection
+        self._request = request
+        self._cancelled = cancelled
+        self._deadline_s = deadline_s
+        self._delivered: list[int] = []
+        self._excluded: set[WorkerKey] = set()
+        self._failed: set[WorkerKey] = set()
+        self._failures = 0
+        self._attempts = 0
+
+    async def run(self) -> AsyncGenerator[TokenChunk]:
+        """Chunks in order, the last with ``finish``. Once.
+
+        Raises:
+            DeadlineError: the budget is over.
+            UnavailableError: too many attempts failed in a row, or there is no cluster any more.
+            KVPoolError: the request was refused or cannot be served.
+        """
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            self._attempts += 1
+            delivered_before = len(self._delivered)
+            route: Route | None = None
+            try:
+                route = await self._route()
+                if route is None:
+                    yield _cancelled_chunk(self._request, UNROUTED, self._attempts)
+                    return
+                async with contextlib.aclosing(self._stream(route)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+                return
+            except (UnavailableError, StaleError, CapacityError, DuplicateError) as error:
+                last_error = error
+                if len(self._delivered) > delivered_before:
+                    backoff_s, self._failures = FIRST_BACKOFF_S, 0
+                self._weigh(error, route)
+            if time.monotonic() + backoff_s >= self._deadline_s:
+                raise self._too_late(last_error) from last_error
+            await self._pause(backoff_s)
+            backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
+
+    def _weigh(self, error: KVPoolError, route: Route | None) -> None:
+        """What an attempt's end says about the next one; raises when there should be none."""
+        if isinstance(error, CapacityError):
+            return  # full, not broken: wait and ask again, anyone may be free by then
+        if route is None:
+            if is_final(error):
+                raise error
+            self._excluded.clear()  # nobody else is there: who failed once may serve by now
+            return
+        if isinstance(error, DuplicateError):
+            if route.worker not in self._failed:
+                raise error  # another client's request
+            return  # our own earlier attempt, given up and not ended yet
+        self._excluded.add(route.worker)
+        self._failed.add(route.worker)
+        self._failures += 1
+        if self._failures >= MAX_FAILED_ATTEMPTS:
+            raise UnavailableError(
+                f"request {self._request.request_id} failed {self._failures} times in a row; last error: {error}",
+                attempts=self._attempts,
+            ) from error
+
+    def _too_late(self, last_error: KVPoolError) -> DeadlineError:
+        return DeadlineError(
+            f"request {self._request.request_id} did not finish within its budget; last error: {last_error}",
+            attempts=self._attempts,
+            timeout_s=self._request.timeout_ns / 1e9,
+        )
+
+    async def _route(self) -> Route | None:
+        """The router's answer, None when the user cancels before it comes."""
+        asking = asyncio.ensure_future(
+            self._connection.route(self._current(), frozenset(self._excluded), self._remaining_s())
+        )
+        waiter = asyncio.ensure_future(self._cancelled.wait())
+        try:
+            await asyncio.wait({asking, waiter}, return_when=asyncio.FIRST_COMPLETED)
+            return None if self._cancelled.is_set() else asking.result()
+        finally:
+            waiter.cancel()
+            await _give_up(asking)
+
+    async def _stream(self, route: Route) -> AsyncGenerator[TokenChunk]:
+        """Chunks of one attempt; ends with a cancelled chunk when the user cancels."""
+        chunks = self._connection.stream(route, self._current(), self._remaining_s())
+        waiter = asyncio.ensure_future(self._cancelled.wait())
+        step: asyncio.Future[TokenChunk | None] | None = None
+        try:
+            while True:
+                step = asyncio.ensure_future(anext(chunks, None))
+                await asyncio.wait({step, waiter}, return_when=asyncio.FIRST_COMPLETED)
+                if not step.done():
+                    yield _cancelled_chunk(self._request, route.worker_id, self._attempts)
+                    return
+                chunk = step.result()
+                if chunk is None:
+                    return
+                if chunk.finish is FinishReason.CANCELLED and not self._cancelled.is_set():
+                    raise UnavailableError(f"worker {route.worker} ended the request, which nobody had cancelled")
+                self._delivered.extend(chunk.tokens)
+                if chunk.stats is not None:
+                    chunk = replace(chunk, stats=replace(chunk.stats, attempts=self._attempts))
+                yield chunk
+        finally:
+            waiter.cancel()
+            if step is not None:
+                await _give_up(step)
+            await chunks.aclose()
+
+    def _current(self) -> GenerateRequest:
+        """The request as it stands: what was delivered is context now, and the budget has shrunk."""
+        return replace(
+            self._request, generated=tuple(self._delivered), timeout_ns=max(1, int(self._remaining_s() * 1e9))
+        )
+
+    def _remaining_s(self) -> float:
+        return max(0.001, self._deadline_s - time.monotonic())
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._cancelled.wait(), seconds)
+
+
+async def _give_up(future: asyncio.Future[Any]) -> None:
+    """Cancel and wait for the end, whatever it is. Nobody needs the result any more."""
+    future.cancel()
+    await asyncio.wait({future})
+    if not future.cancelled():
+        future.exception()  # marks it as seen
+
+
+def _cancelled_chunk(request: GenerateRequest, worker_id: WorkerId, attempts: int) -> TokenChunk:
+    stats = RequestStats(
+        worker_id=worker_id,
+        plan=PlanKind.REDO.value,
+        prompt_tokens=len(request.prompt),
+        tokens_cached=0,
+        tokens_loaded=0,
+        tokens_redone=0,
+        attempts=attempts,
+    )
+    return TokenChunk(request.request_id, (), finish=FinishReason.CANCELLED, stats=stats)
+
+
+def is_final(error: KVPoolError) -> bool:
+    """There is no cluster, or no connection to it, which no retry brings back; see `ClusterConnection.call`."""
+    return bool(error.details.get("gone"))
