@@ -140,8 +140,8 @@ class RecordingConnection(ClusterConnection):
         try:
             async for chunk in inner:
                 self._history.add(Kind.CHUNK, id=request.request_id, tokens=chunk.tokens)
+                code = None if chunk.finish is not None else code  # nobody has to wait for the end behind it
                 yield chunk
-            code = None
         except KVPoolError as error:
             code = error.code
             raise
