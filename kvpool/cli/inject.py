@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from kvpool.cli.connect import running_state
 from kvpool.cli.output import (
@@ -206,4 +207,4 @@ def _print(verdict: Verdict, path: str) -> None:
     fallbacks = ", ".join(f"{kind} {count}" for kind, count in verdict.fallbacks.items()) or "none"
     console.print(f"{name}: fallbacks {fallbacks}; history {path}", highlight=False)
     for violation in verdict.violations:
-        console.print(f"  [bold red]violation[/] {violation}", highlight=False)
+        console.print(Text.assemble("  ", ("violation", "bold red"), f" {violation}"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvpool.errors import KVPoolError, RequestError
 
@@ -21,13 +23,22 @@ AddressOption = Annotated[
 ]
 NameOption = Annotated[str, typer.Option(help="Name of the cluster.")]
 
-console = Console()
-stderr = Console(stderr=True)
+# What is printed holds paths, errors and a model's words: brackets and colons in it are no markup and no emoji.
+console = Console(markup=False, emoji=False)
+stderr = Console(stderr=True, markup=False, emoji=False)
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON object on standard output."""
-    typer.echo(json.dumps(value, indent=2, default=str))
+    """Print one JSON object on standard output. A number that is none, as of a link never measured, becomes null."""
+    typer.echo(json.dumps(_without_nan(value), indent=2, default=str, allow_nan=False))
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -49,7 +60,7 @@ def fail(error: KVPoolError, *, as_json: bool) -> NoReturn:
     """Print an error and end: exit code 2 for the caller's mistakes, 1 for everything else."""
     if as_json:
         print_json({"error": error.message, "code": error.code, "details": error.details})
-    stderr.print(f"[bold red]error[/] ({error.code}): {error}", highlight=False)
+    stderr.print(Text.assemble(("error", "bold red"), f" ({error.code}): {error}"), soft_wrap=True)
     raise typer.Exit(EXIT_BAD_INPUT if isinstance(error, RequestError) else EXIT_FAILED)
 
 

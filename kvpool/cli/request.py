@@ -46,7 +46,7 @@ def _generate(prompt: str, chat: bool, options: dict[str, Any], address: str | N
     with open_client(address, name) as client:
         for chunk in client.stream(sent, **options):
             if not as_json:
-                console.print(chunk.text, end="", markup=False, highlight=False, soft_wrap=True)
+                typer.echo(chunk.text, nl=False)  # as it is; a console would expand tabs
             if chunk.result is None:
                 continue
             result = chunk.result
@@ -54,7 +54,7 @@ def _generate(prompt: str, chat: bool, options: dict[str, Any], address: str | N
                 print_json({**asdict(result), "finish": result.finish.value})
                 continue
             stats = result.stats
-            console.print()
+            typer.echo()
             stderr.print(
                 f"· {result.request_id}: {stats.worker_id}, {stats.plan}, cached {stats.tokens_cached} "
                 f"loaded {stats.tokens_loaded} redone {stats.tokens_redone}, TTFT {stats.ttft_ns / 1e6:.0f} ms",

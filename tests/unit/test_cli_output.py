@@ -1,0 +1,40 @@
+"""What commands print is what they were given: no text of a user, a model or an error is taken for markup."""
+
+import json
+
+import pytest
+import typer
+
+from kvpool.cli.output import console, fail, print_json, print_table, progress
+from kvpool.errors import KVPoolError, RequestError, UnavailableError
+
+TEXT = "a[/b] [bold]c[/bold] :heart: [d=1]"
+
+
+@pytest.mark.parametrize(("kind", "code"), [(RequestError, 2), (UnavailableError, 1)])
+def test_an_error_is_printed_as_it_is_and_ends_with_its_code(
+    kind: type[KVPoolError], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as caught:
+        fail(kind(TEXT, field="prompt"), as_json=True)
+    assert caught.value.exit_code == code
+    shown = capsys.readouterr()
+    assert f"{TEXT} [field=prompt]" in shown.err
+    assert json.loads(shown.out) == {"error": TEXT, "code": kind.code, "details": {"field": "prompt"}}
+
+
+def test_progress_tables_and_lines_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    progress(TEXT)
+    print_table(TEXT, (TEXT,), [(TEXT,)])
+    console.print(TEXT)
+    shown = capsys.readouterr()
+    assert TEXT in shown.err
+    assert shown.out.count(TEXT) == 4
+
+
+def test_numbers_that_json_has_not_become_null(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"a": [float("nan"), (float("inf"), 1.5)], "b": {"c": float("-inf")}})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "a": [None, [None, 1.5]],
+        "b": {"c": None},
+    }
