@@ -252,11 +252,17 @@ def disconnect_ray() -> None:
             ray.shutdown()
 
 
+def be_quiet() -> None:
+    """Keep Ray from printing the error of a stream that a client gave up as one that nobody handled."""
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+
+
 def _init_ray(address: str) -> None:
     """Ray itself tries for a quarter of an hour when nobody answers, so look first, and let it try once."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise RequestError(f"a Ray address is host:port, got {address!r}", field="address")
+    be_quiet()
     find_token(address)
     before = os.environ.get(RAY_PATIENCE_VARIABLE)
     os.environ.setdefault(RAY_PATIENCE_VARIABLE, "1")

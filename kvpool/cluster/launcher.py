@@ -25,6 +25,7 @@ from kvpool.cluster.connection import (
     ROUTER_NAME,
     ClusterConnection,
     ClusterInfo,
+    be_quiet,
     connect_ray,
     map_ray_error,
     namespace_of,
@@ -78,6 +79,7 @@ class Cluster:
         self.name = name
         self._launched = launched
         self._closed = False
+        self._pid = os.getpid()
         self._model: ResolvedModel | None = None
         atexit.register(self.close)
 
@@ -110,7 +112,12 @@ class Cluster:
         progress(f"model {config.workers[0].engine.model}: resolving")
         model = resolve_model(config.workers[0].engine.model)
         cluster_dir = Path(tempfile.mkdtemp(prefix="kvpool-"))
-        cluster = cls(config, name, _Launched(cluster_dir, spawn_guardian(cluster_dir)))
+        try:
+            guardian = spawn_guardian(cluster_dir)
+        except BaseException:
+            shutil.rmtree(cluster_dir, ignore_errors=True)
+            raise
+        cluster = cls(config, name, _Launched(cluster_dir, guardian))
         cluster._model = model
         try:
             cluster._start(ray_address, progress)
@@ -163,29 +170,28 @@ class Cluster:
         return tuple(created)
 
     def close(self) -> None:
-        """End everything that was started; waits at most about half a minute."""
-        if self._closed:
+        """End everything that was started; waits at most about half a minute.
+
+        A step that fails or is interrupted does not keep the later ones from running. In a forked child nothing is
+        ended: the cluster belongs to the process that started it.
+        """
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         atexit.unregister(self.close)
         launched = self._launched
-        if ray.is_initialized():
-            if launched.gateway:
-                stop_gateway(self.name)
-            _stop_actors([*(launched.workers or {}).values(), launched.router])
-            if launched.owns_ray:
-                ray.shutdown()
-        if launched.metadata is not None:
-            launched.metadata.close()
-        reap(launched.cluster_dir)
-        assert launched.guardian.stdin is not None
-        launched.guardian.stdin.close()
-        try:
-            launched.guardian.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            launched.guardian.kill()
-            launched.guardian.wait()
-        shutil.rmtree(launched.cluster_dir, ignore_errors=True)
+        with contextlib.ExitStack() as steps:  # the last one first
+            steps.callback(shutil.rmtree, launched.cluster_dir, ignore_errors=True)
+            steps.callback(_end_guardian, launched.guardian)
+            steps.callback(reap, launched.cluster_dir)
+            if launched.metadata is not None:
+                steps.callback(launched.metadata.close)
+            if ray.is_initialized():
+                if launched.owns_ray:
+                    steps.callback(ray.shutdown)
+                steps.callback(_stop_actors, [*(launched.workers or {}).values(), launched.router])
+                if launched.gateway:
+                    steps.callback(stop_gateway, self.name)
 
     def _start(self, ray_address: str | None, progress: Progress) -> None:
         launched = self._launched
@@ -252,6 +258,16 @@ class Cluster:
         return options.remote(self.config.router, info)
 
 
+def _end_guardian(guardian: subprocess.Popen[bytes]) -> None:
+    assert guardian.stdin is not None
+    guardian.stdin.close()
+    try:
+        guardian.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        guardian.kill()
+        guardian.wait(STOP_TIMEOUT_S)
+
+
 def _require_one_layout(config: ClusterConfig) -> None:
     first = config.workers[0].engine
     for index, group in enumerate(config.workers):
@@ -272,6 +288,7 @@ def _start_ray(address: str | None, cluster_dir: Path) -> bool:
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    be_quiet()
     provide_token()
     try:
         ray.init(

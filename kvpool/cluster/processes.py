@@ -127,7 +127,8 @@ class MetadataProcesses:
         _stop(server.process)
         try:
             server.process, server.address = self._spawn(server.index, int(server.address.rpartition(":")[2]))
-        except (ConfigError, UnavailableError) as error:
+        except (ConfigError, UnavailableError, OSError, ValueError, subprocess.SubprocessError) as error:
+            # Whatever it is, no process table or memory left perhaps: this thread must live to try again.
             log.warning("metadata server %s did not come back: %s", server.address, error)
             return
         server.restarts += 1

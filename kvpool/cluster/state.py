@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
+import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
-from kvpool.errors import RequestError, UnavailableError
+from kvpool.errors import KVPoolError, RequestError, UnavailableError
 
 DEFAULT_NAME = "default"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +84,12 @@ def read_state(name: str = DEFAULT_NAME) -> ClusterState | None:
     try:
         data = json.loads(path.read_text())
         state = ClusterState(**{**data, "metadata": tuple(data["metadata"])})
+        alive = state.alive
     except FileNotFoundError:
         return None
-    except (OSError, json.JSONDecodeError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UnavailableError(f"cannot read {path}: {error}; remove it if no cluster runs") from error
-    if state.alive:
+    if alive:
         return state
     path.unlink(missing_ok=True)
     return None
@@ -94,7 +100,34 @@ def remove_state(name: str) -> None:
     state_path(name).unlink(missing_ok=True)
 
 
+def claim(name: str) -> socket.socket:
+    """Be the one process that starts or runs cluster ``name`` here, for as long as the result stays open.
+
+    It is a name in the kernel, not a file, so nothing is left of it however the process ends.
+
+    Raises:
+        RequestError: another process has it.
+    """
+    digest = hashlib.blake2b(str(state_path(name).resolve()).encode(), digest_size=16).hexdigest()
+    claimed = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        claimed.bind(f"\0kvpool-{os.getuid()}-{digest}")
+    except OSError as error:
+        claimed.close()
+        raise RequestError(
+            f"cluster {name!r} is starting, running or ending already; wait for it, end it with 'kvpool down', or use "
+            "--name",
+            field="name",
+        ) from error
+    return claimed
+
+
 def all_states() -> list[ClusterState]:
-    """Every running cluster that ``kvpool up`` started here."""
-    found = (read_state(path.stem) for path in state_path(DEFAULT_NAME).parent.glob("*.json"))
+    """Every running cluster that ``kvpool up`` started here. A file that cannot be read is none of them."""
+    found = []
+    for path in state_path(DEFAULT_NAME).parent.glob("*.json"):
+        try:
+            found.append(read_state(path.stem))
+        except KVPoolError as error:
+            log.warning("%s", error)
     return [state for state in found if state is not None]

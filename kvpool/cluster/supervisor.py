@@ -20,7 +20,7 @@ import psutil
 
 from kvpool.cluster.launcher import Cluster
 from kvpool.cluster.ray_auth import current_token
-from kvpool.cluster.state import ClusterState, read_state, remove_state, write_state
+from kvpool.cluster.state import ClusterState, claim, read_state, remove_state, write_state
 from kvpool.config import ClusterConfig
 from kvpool.errors import KVPoolError, RequestError
 
@@ -47,7 +47,10 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
     try:
-        return _run(ClusterConfig.model_validate_json(arguments.config), arguments.name, arguments.ray_address)
+        config = ClusterConfig.model_validate_json(arguments.config)
+        _require_none_runs(arguments.name)
+        with claim(arguments.name):  # two that start at once would not see each other's state
+            return _run(config, arguments.name, arguments.ray_address)
     except KVPoolError as error:
         _say({"error": error.message, "code": error.code})
         return 2 if isinstance(error, RequestError) else 1
@@ -55,9 +58,12 @@ def main() -> int:
         return 0
 
 
-def _run(config: ClusterConfig, name: str, ray_address: str | None) -> int:
+def _require_none_runs(name: str) -> None:
     if (other := read_state(name)) is not None:
         raise RequestError(f"cluster {name!r} already runs (pid {other.pid}); end it with 'kvpool down' or use --name")
+
+
+def _run(config: ClusterConfig, name: str, ray_address: str | None) -> int:
     cluster = Cluster.start(config, ray_address=ray_address, name=name, progress=lambda line: _say({"progress": line}))
     try:
         process = psutil.Process()

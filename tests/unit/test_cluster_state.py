@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvpool.cluster.state import ClusterState, all_states, read_state, remove_state, state_path, write_state
+from kvpool.cluster.state import ClusterState, all_states, claim, read_state, remove_state, state_path, write_state
 from kvpool.errors import RequestError, UnavailableError
 
 
@@ -61,3 +61,21 @@ def test_the_file_is_readable_by_its_owner_only_because_it_holds_a_token() -> No
     write_state(_state())
     assert state_path("c").stat().st_mode & 0o077 == 0
     assert all_states() == [_state()]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "5", '{"metadata": 5}'])
+def test_a_broken_file_of_one_cluster_does_not_hide_the_others(text: str) -> None:
+    write_state(_state())
+    state_path("broken").write_text(text)
+    state_path("c").with_name("strange name.json").write_text("{}")
+    with pytest.raises(UnavailableError, match="remove it"):
+        read_state("broken")
+    assert all_states() == [_state()]
+
+
+def test_a_name_is_claimed_by_one_process_and_free_when_that_ends() -> None:
+    with claim("c"):
+        with pytest.raises(RequestError, match="'c' is starting"):
+            claim("c")
+        claim("d").close()
+    claim("c").close()

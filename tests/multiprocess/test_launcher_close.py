@@ -1,0 +1,63 @@
+"""Ending a cluster: every step runs, whatever becomes of the others, and only in the process that owns it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.cluster.guardian import spawn_guardian
+from kvpool.cluster.launcher import Cluster, _Launched
+from kvpool.config import ClusterConfig
+
+
+class _Interrupted:
+    """Metadata servers whose end is interrupted by Ctrl-C."""
+
+    def close(self) -> None:
+        raise KeyboardInterrupt
+
+
+def _half_started(metadata: Any = None) -> tuple[Cluster, _Launched]:
+    cluster_dir = Path(tempfile.mkdtemp(prefix="kvpool-"))
+    launched = _Launched(cluster_dir, spawn_guardian(cluster_dir), metadata)
+    return Cluster(ClusterConfig(), "c", launched), launched
+
+
+def test_an_interrupted_close_still_leaves_nothing() -> None:
+    cluster, launched = _half_started(_Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        cluster.close()
+    assert launched.guardian.poll() is not None
+    assert not launched.cluster_dir.exists()
+    cluster.close()
+
+
+def test_a_forked_child_cannot_end_the_cluster() -> None:
+    cluster, launched = _half_started()
+    pid = os.fork()
+    if not pid:
+        cluster.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert launched.cluster_dir.exists()
+    assert launched.guardian.poll() is None
+    cluster.close()
+    assert not launched.cluster_dir.exists()
+
+
+def test_a_guardian_that_cannot_start_leaves_no_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model_path: Path
+) -> None:
+    def refuse(_: Path) -> Any:
+        raise OSError("no process left")
+
+    monkeypatch.setattr("kvpool.cluster.launcher.spawn_guardian", refuse)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    config = ClusterConfig.model_validate({"workers": [{"count": 1, "engine": {"model": str(tiny_model_path)}}]})
+    with pytest.raises(OSError, match="no process left"):
+        Cluster.start(config)
+    assert list(tmp_path.iterdir()) == []
