@@ -28,13 +28,12 @@ from kvpool.cli.output import (
 )
 from kvpool.errors import RequestError
 from kvpool.faults.checker import Verdict, check_history
-from kvpool.faults.history import HistoryWriter, read_history
+from kvpool.faults.history import HistoryWriter, history_path, read_history
 from kvpool.faults.report import SHORT_COLUMNS, as_data, cells, html, row
 from kvpool.faults.runner import (
     ClusterUnderTest,
     RunOptions,
     embedded_config,
-    history_path,
     require_possible,
     run_scenarios,
 )
@@ -162,7 +161,7 @@ def _open(where: _Where, needs: Needs) -> ClusterUnderTest:
 def _run(
     under_test: ClusterUnderTest, scenarios: Sequence[Scenario], options: RunOptions, folder: Path
 ) -> tuple[Verdict, str]:
-    path = history_path(folder, scenarios, options.seed)
+    path = history_path(folder, [item.name for item in scenarios], options.seed)
     progress(f"{' + '.join(item.name for item in scenarios)}, seed {options.seed}; history {path}")
     with HistoryWriter(path, time.monotonic_ns) as history:
         asyncio.run(run_scenarios(under_test, scenarios, options, history, progress))

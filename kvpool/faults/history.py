@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -124,3 +125,17 @@ def parse_record(number: int, line: str) -> Record:
         return Record(number, int(data.pop("at_ns")), Kind(data.pop("kind")), data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestError(f"line {number} is not a record of a history: {error}", line=number) from error
+
+
+def history_path(folder: Path, scenarios: Sequence[str], seed: int) -> Path:
+    """Where the history of a run goes: named by what it ran, numbered so that none is overwritten.
+
+    Raises:
+        RequestError: the folder cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"cannot keep histories in {folder}: {error.strerror}", field="history") from error
+    base = scenarios[0] if len(scenarios) == 1 else f"mix-{len(scenarios)}"
+    return next(path for number in count(1) if not (path := folder / f"{base}-seed{seed}-{number}.jsonl").exists())

@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 
 from kvpool.client import AsyncKVPoolClient
 from kvpool.cluster.connection import ClusterConnection, ClusterInfo, connect_ray
@@ -327,11 +326,3 @@ def require_possible(scenarios: Sequence[Scenario], *, embedded: bool, replicas:
         if replicas is not None and scenario.needs.metadata_replicas > replicas:
             raise RequestError(f"{scenario.name} needs {scenario.needs.metadata_replicas} metadata servers")
     return needs
-
-
-def history_path(folder: Path, scenarios: Sequence[Scenario], seed: int) -> Path:
-    """Where the history of a run goes: named by what it ran, numbered so that none is overwritten."""
-    folder.mkdir(parents=True, exist_ok=True)
-    base = scenarios[0].name if len(scenarios) == 1 else f"mix-{len(scenarios)}"
-    taken = (folder / f"{base}-seed{seed}-{number}.jsonl" for number in range(1, 10_000))
-    return next(path for path in taken if not path.exists())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from kvpool.cli.main import app
-from kvpool.faults.scenarios import SCENARIOS
+from kvpool.faults.scenarios import SCENARIOS, Needs
 from tests.unit.test_fault_checker import Story, honest, wrong_token
 
 runner = CliRunner()
@@ -69,3 +69,8 @@ def test_a_file_that_is_no_history_is_refused_by_line(tmp_path: Path) -> None:
     result = runner.invoke(app, ["inject", "check", "--history", str(path), "--json"])
     assert result.exit_code == 2
     assert "line 2" in json.loads(result.stdout)["error"]
+
+
+def test_a_mix_needs_what_its_scenarios_need_together() -> None:
+    needs = SCENARIOS["kill-one-replica"].needs | SCENARIOS["link-drop"].needs | SCENARIOS["evict-storm"].needs
+    assert needs == Needs(metadata_replicas=2, num_blocks=128, shaped=True)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.errors import RequestError
-from kvpool.faults.history import HistoryWriter, Kind, parse_record, read_history
-from kvpool.faults.scenarios import SCENARIOS, Needs
+from kvpool.faults.history import HistoryWriter, Kind, history_path, parse_record, read_history
 from kvpool.faults.workload import Style, WorkloadConfig, plan_chats, schedule
 from kvpool.hashing import set_digest
 from kvpool.types import BlockHash
@@ -34,6 +33,16 @@ def test_a_history_is_never_overwritten(tmp_path: Path) -> None:
     HistoryWriter(path, lambda: 0).close()
     with pytest.raises(RequestError, match="never overwritten"):
         HistoryWriter(path, lambda: 0)
+
+
+def test_runs_of_one_scenario_and_seed_keep_their_histories_apart(tmp_path: Path) -> None:
+    scenarios = ["kill-holder"]
+    first = history_path(tmp_path / "new", scenarios, 3)
+    first.touch()
+    second = history_path(tmp_path / "new", scenarios, 3)
+    assert (first.name, second.name) == ("kill-holder-seed3-1.jsonl", "kill-holder-seed3-2.jsonl")
+    with pytest.raises(RequestError, match="cannot keep histories"):
+        history_path(first, scenarios, 3)
 
 
 @pytest.mark.parametrize("line", ["", "[]", "{}", '{"at_ns":1,"kind":"gossip"}', '{"at_ns":"x","kind":"start"}'])
@@ -73,11 +82,6 @@ def test_requests_come_at_the_set_rate_in_all_styles() -> None:
     assert 1800 < items[-1].at_ns / S * config.rate_rps < 2200
     assert {item.style for item in items} == set(Style)
     assert {item.timeout_ns for item in items if item.may_expire} == {config.tight_timeout_ns}
-
-
-def test_a_mix_needs_what_its_scenarios_need_together() -> None:
-    needs = SCENARIOS["kill-one-replica"].needs | SCENARIOS["link-drop"].needs | SCENARIOS["evict-storm"].needs
-    assert needs == Needs(metadata_replicas=2, num_blocks=128, shaped=True)
 
 
 def test_a_digest_knows_a_set_and_not_its_order() -> None:
