@@ -94,7 +94,8 @@ class WorkerActor:
 
     async def cancel(self, request_id: RequestId, decision_id: str) -> None:
         """Cancel the attempt of a request that ``decision_id`` stands for; unknown ones are fine."""
-        self._worker().core.cancel(request_id, decision_id)
+        if self._booted.done():  # whoever still starts has none: it was an earlier incarnation's
+            self._worker().core.cancel(request_id, decision_id)
 
     async def status(self) -> dict[str, Any]:
         """Counters and gauges of this worker."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import socket
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from kvpool.errors import DuplicateError, KVPoolError, RequestError, Unavailable
 from kvpool.plan import REDO, Route
 from kvpool.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from kvpool.types import RequestId, WorkerEpoch, WorkerId, WorkerKey
+from workers.actor import WorkerActor
 
 KEY = WorkerKey(WorkerId("worker-0"), WorkerEpoch(1))
 REQUEST = GenerateRequest(RequestId("r"), (1, 2, 3), SamplingParams(max_tokens=2))
@@ -114,3 +116,12 @@ def test_an_address_nobody_listens_at_is_refused_at_once() -> None:
 def test_a_malformed_address_is_refused_by_name(address: str) -> None:
     with pytest.raises(RequestError, match="host:port"):
         connect_ray(address)
+
+
+def test_a_worker_that_still_starts_has_nothing_to_cancel() -> None:
+    """A cancellation meant for its dead predecessor must not end in an error that nobody waits for."""
+    kind = WorkerActor.__ray_metadata__.modified_class
+    starting = kind.__new__(kind)
+    starting._booted = concurrent.futures.Future()
+    asyncio.run(starting.cancel(REQUEST.request_id, ROUTE.decision_id))
+    assert not starting._booted.done()
