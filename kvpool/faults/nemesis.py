@@ -90,7 +90,10 @@ class Nemesis:
 
         Their process ids are asked for beforehand, so that a signal can still find the load under way.
         """
-        self._pids = {worker: await self.pid_of(worker) for worker in self.workers()}
+        self._pids = {}
+        for worker in self.workers():
+            with contextlib.suppress(UnavailableError):  # another strike was first; it is asked again if chosen
+                self._pids[worker] = await self.pid_of(worker)
         load = await self.arena.connection.next_load(LOAD_WAIT_S)
         if load is not None:
             return load[0].worker_id, load[1].worker_id
@@ -124,16 +127,25 @@ class Nemesis:
         raise UnavailableError(f"{actor} (pid {pid}) does not run on this machine; strike it from its own node")
 
     async def _victim(self, actor: str) -> int:
-        """Process id of an actor, at once when `pair` has just asked for it."""
+        """Process id of an actor, at once when `pair` has just asked for it; waits for one that just starts."""
         pid = self._pids.pop(actor, None)
-        return pid if pid is not None and psutil.pid_exists(pid) else await self.pid_of(actor)
+        if pid is not None and psutil.pid_exists(pid):
+            return pid
+
+        async def answers() -> bool:
+            self._pids[actor] = await self.pid_of(actor)
+            return True
+
+        await self._wait(answers, f"{actor} says its process id")
+        return self._pids.pop(actor)
 
     # ── strikes on actors ────────────────────────────────────────────────────────────────────────────────────────────
 
     async def kill_actor(self, name: str, actor: str) -> None:
         """SIGKILL; healed when a new process serves in its place."""
         async with self._locks[actor]:
-            old_key, pid = self.key_of(WorkerId(actor)), await self._victim(actor)
+            pid = await self._victim(actor)
+            old_key = self.key_of(WorkerId(actor))
             fault = self._fault(name, actor, KILLED, key=old_key, pid=pid)
             _send(pid, signal.SIGKILL)
             await self._wait(lambda: self._serves(actor, old_key, pid), f"{actor} serves again")
@@ -151,7 +163,8 @@ class Nemesis:
     async def drain_worker(self, name: str, worker_id: WorkerId) -> None:
         """Drain under load, end the process once it is idle, and wait for its successor."""
         async with self._locks[worker_id]:
-            key, pid = self.key_of(worker_id), await self.pid_of(worker_id)
+            pid = await self._victim(worker_id)
+            key = self.key_of(worker_id)
             fault = self._fault(name, worker_id, f"{DRAINED} through the metadata service", key=key, pid=pid)
             await asyncio.to_thread(self._drain, worker_id)
             await self._wait(lambda: self._is_idle(worker_id), f"{worker_id} is idle", DRAIN_LIMIT_S)
