@@ -18,7 +18,7 @@ import ray
 import ray.exceptions
 from ray.actor import ActorHandle
 
-from kvpool.cluster.ray_auth import find_token
+from kvpool.cluster.ray_auth import MODE_VARIABLE, TOKEN_VARIABLE, find_token
 from kvpool.errors import DeadlineError, KVPoolError, RequestError, UnavailableError
 from kvpool.hashing import Namespace
 from kvpool.plan import Route
@@ -80,6 +80,7 @@ class ClusterConnection:
     """Calls on the actors of one cluster. Ray must be initialised; safe to use from one event loop."""
 
     def __init__(self, cluster: str) -> None:
+        self._cluster = cluster
         self._namespace = namespace_of(cluster)
         self._actors: dict[str, ActorHandle] = {}
 
@@ -132,7 +133,9 @@ class ClusterConnection:
                 reference = await self._next(generator, route.worker, deadline_s)
                 if reference is None:
                     break
-                chunk: TokenChunk = await asyncio.wait_for(reference, CALL_TIMEOUT_S)
+                left_s = deadline_s - asyncio.get_running_loop().time()
+                patience_s = min(CALL_TIMEOUT_S, max(LIVENESS_PERIOD_S, left_s))
+                chunk: TokenChunk = await asyncio.wait_for(reference, patience_s)
                 finished = chunk.finish is not None
                 yield chunk
                 if finished:
@@ -160,15 +163,15 @@ class ClusterConnection:
                 done, _ = await asyncio.wait({step}, timeout=min(LIVENESS_PERIOD_S, remaining_s))
                 if done:
                     return step.result()
-                if not await self._is_member(key):
+                if not await self._is_member(key, max(0.001, min(LIVENESS_PERIOD_S, deadline_s - loop.time()))):
                     raise UnavailableError(f"worker {key} is no longer a member of the pool")
         finally:
             step.cancel()
 
-    async def _is_member(self, key: WorkerKey) -> bool:
+    async def _is_member(self, key: WorkerKey, timeout_s: float) -> bool:
         """False only when the router positively knows the worker is gone; an unknown is no reason to drop it."""
         try:
-            return bool(await self.call(ROUTER_NAME, "is_member", key, timeout_s=LIVENESS_PERIOD_S))
+            return bool(await self.call(ROUTER_NAME, "is_member", key, timeout_s=timeout_s))
         except UnavailableError:
             return True
 
@@ -205,7 +208,11 @@ class ClusterConnection:
             try:
                 handle = ray.get_actor(name, namespace=self._namespace)
             except ValueError as error:
-                raise UnavailableError(f"no actor {name!r} in namespace {self._namespace!r}", gone=True) from error
+                raise UnavailableError(
+                    f"no actor {name!r} of cluster {self._cluster!r} runs there; the cluster was ended or has another "
+                    "name",
+                    gone=True,
+                ) from error
             self._actors[name] = handle
         return handle
 
@@ -270,7 +277,10 @@ def _init_ray(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError, OverflowError, ray.exceptions.RayError) as error:
-        raise UnavailableError(f"no Ray cluster answers at {address}: {error}") from error
+        raise UnavailableError(
+            f"no Ray cluster answers at {address}: {error}. If it asks for a token, set {MODE_VARIABLE}=token and "
+            f"{TOKEN_VARIABLE}"
+        ) from error
     finally:
         if before is None:
             os.environ.pop(RAY_PATIENCE_VARIABLE, None)

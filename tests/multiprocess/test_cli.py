@@ -65,7 +65,8 @@ def up(shell: Shell, tiny_model_path: Path) -> Iterator[dict[str, Any]]:
     assert ended == {"name": "default", "was_running": True}
     assert processes_of(cluster_dir) == []
     assert not Path(cluster_dir).exists()
-    assert not psutil.pid_exists(ready["pid"])
+    # It has ended; whoever inherited it when 'up' returned may take a moment to collect its exit code.
+    wait_until(lambda: not psutil.pid_exists(ready["pid"]), 10, "the supervisor's process is gone")
     assert shell.json("down") == {"name": "default", "was_running": False}
 
 
@@ -107,6 +108,29 @@ def test_mistakes_are_answered_with_the_way_out(
 ) -> None:
     code = 1 if "elsewhere" in arguments else 2
     assert named in shell.json(*arguments, code=code)["error"]
+
+
+JOINING = """
+import sys
+import ray
+from kvpool.client import KVPoolClient
+for _ in range(2):
+    first, second = KVPoolClient(address=sys.argv[1]), KVPoolClient(address=sys.argv[1])
+    for client in (first, second):
+        client.generate("Hello", max_tokens=1)
+        client.close()
+    print(ray.is_initialized())
+"""
+
+
+def test_clients_share_the_connection_of_their_process_and_the_last_one_ends_it(
+    shell: Shell, up: dict[str, Any]
+) -> None:
+    program = [sys.executable, "-c", JOINING, up["address"]]
+    done = subprocess.run(
+        program, env=shell.environment, capture_output=True, text=True, timeout=UP_TIMEOUT_S, check=False
+    )
+    assert done.stdout.split() == ["False", "False"], done.stderr
 
 
 EMBEDDED = """

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayTaskError
 
-from kvpool.cluster.connection import ClusterConnection, connect_ray
-from kvpool.errors import DuplicateError, KVPoolError, RequestError, UnavailableError
+from kvpool.cluster.connection import LIVENESS_PERIOD_S, ClusterConnection, connect_ray
+from kvpool.errors import DeadlineError, DuplicateError, KVPoolError, RequestError, UnavailableError
 from kvpool.plan import REDO, Route
 from kvpool.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from kvpool.types import RequestId, WorkerEpoch, WorkerId, WorkerKey
@@ -120,8 +120,44 @@ def test_a_malformed_address_is_refused_by_name(address: str) -> None:
 
 def test_a_worker_that_still_starts_has_nothing_to_cancel() -> None:
     """A cancellation meant for its dead predecessor must not end in an error that nobody waits for."""
-    kind = WorkerActor.__ray_metadata__.modified_class
+    kind = WorkerActor.__ray_metadata__.modified_class  # type: ignore[attr-defined]
     starting = kind.__new__(kind)
     starting._booted = concurrent.futures.Future()
     asyncio.run(starting.cancel(REQUEST.request_id, ROUTE.decision_id))
     assert not starting._booted.done()
+
+
+class _Silent(_Handle):
+    """A worker that stands still from the beginning."""
+
+    def remote(self, *_: Any) -> AsyncIterator[asyncio.Future[TokenChunk]]:
+        async def stream() -> AsyncIterator[asyncio.Future[TokenChunk]]:
+            await asyncio.Event().wait()
+            yield asyncio.get_running_loop().create_future()
+
+        return stream()
+
+
+def test_looking_after_a_silent_worker_takes_no_time_beyond_the_deadline() -> None:
+    budget_s = LIVENESS_PERIOD_S + 0.2
+    asked: list[float] = []
+
+    class Connection(ClusterConnection):
+        def _actor(self, name: str) -> Any:
+            return _Silent()
+
+        def _cancel_quietly(self, route: Route) -> None:
+            return
+
+        async def call(self, actor: str, method: str, *args: Any, timeout_s: float = 0.0) -> Any:
+            asked.append(timeout_s)
+            return True
+
+    async def follow() -> None:
+        async for _ in Connection("c").stream(ROUTE, REQUEST, budget_s):
+            pass
+
+    with pytest.raises(DeadlineError):
+        asyncio.run(follow())
+    assert asked
+    assert max(asked) <= budget_s - LIVENESS_PERIOD_S
