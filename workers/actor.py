@@ -27,7 +27,6 @@ from kvpool.types import RequestId, WorkerEpoch, WorkerId, WorkerKey
 from workers.assemble import AssembledWorker, WorkerReady, WorkerSpec, assemble_worker
 
 MAX_CONCURRENT_CALLS = 1000
-MAX_QUEUED_CHUNKS = 65_536
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +72,8 @@ class WorkerActor:
         if route.worker != self._key:
             raise UnavailableError(f"the route names {route.worker}, but this is {self._key}; ask the router again")
         loop = asyncio.get_running_loop()
-        chunks: asyncio.Queue[TokenChunk | KVPoolError] = asyncio.Queue(MAX_QUEUED_CHUNKS)
+        # Room for the whole answer and an error: a full queue could only lose a token.
+        chunks: asyncio.Queue[TokenChunk | KVPoolError] = asyncio.Queue(request.sampling.max_tokens + 1)
 
         def sink(item: TokenChunk | KVPoolError) -> None:
             loop.call_soon_threadsafe(chunks.put_nowait, item)
