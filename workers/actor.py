@@ -27,6 +27,8 @@ from kvpool.types import RequestId, WorkerEpoch, WorkerId, WorkerKey
 from workers.assemble import AssembledWorker, WorkerReady, WorkerSpec, assemble_worker
 
 MAX_CONCURRENT_CALLS = 1000
+BOOT_RETRY_S = 5.0
+EXIT_BOOT_FAILED = 71
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ class WorkerActor:
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
         self._key = WorkerKey(spec.worker_id, WorkerEpoch(time.time_ns()))
+        self._restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         self._booted: concurrent.futures.Future[AssembledWorker] = concurrent.futures.Future()
         threading.Thread(target=self._boot, name="kvpool-boot", daemon=True).start()
 
@@ -47,6 +50,11 @@ class WorkerActor:
         except BaseException as error:
             log.exception("worker %s did not start", self._key)
             self._booted.set_exception(error)
+            if self._restarted:
+                # At the first start somebody waits for `ready` and hears why. After a restart nobody asks: what kept
+                # this incarnation from starting may pass, so let Ray start another one.
+                time.sleep(BOOT_RETRY_S)
+                os._exit(EXIT_BOOT_FAILED)
 
     async def ready(self) -> WorkerReady:
         """Wait until the worker serves.

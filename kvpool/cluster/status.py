@@ -23,16 +23,18 @@ async def cluster_status(connection: ClusterConnection) -> dict[str, Any]:
         info = await connection.info()
     except KVPoolError as error:
         return {"router": _dead(error), "workers": {}, "metadata": {}}
-    router, *others = await asyncio.gather(
-        _part(connection.call(ROUTER_NAME, "status", timeout_s=PART_TIMEOUT_S)),
-        *(_part(connection.call(worker, "status", timeout_s=PART_TIMEOUT_S)) for worker in info.workers),
+    router = await _part(connection.call(ROUTER_NAME, "status", timeout_s=PART_TIMEOUT_S))
+    joined = {item["worker"].partition("@")[0] for item in router.get("workers", [])}
+    workers = (*info.workers, *sorted(joined - set(info.workers)))  # those that were added later are members too
+    others = await asyncio.gather(
+        *(_part(connection.call(worker, "status", timeout_s=PART_TIMEOUT_S)) for worker in workers),
         *(_part(asyncio.to_thread(_describe, address)) for address in info.metadata),
     )
     return {
         "model": info.model,
         "router": router,
-        "workers": dict(zip(info.workers, others, strict=False)),
-        "metadata": dict(zip(info.metadata, others[len(info.workers) :], strict=True)),
+        "workers": dict(zip(workers, others, strict=False)),
+        "metadata": dict(zip(info.metadata, others[len(workers) :], strict=True)),
     }
 
 

@@ -92,9 +92,17 @@ class Link:
         self._ack_lag_ns = 0
         self._heard_ns = 0
         self._threads = [
-            threading.Thread(target=work, name=f"kvpool-{name}-{address}", daemon=True)
+            threading.Thread(target=self._run, args=(work,), name=f"kvpool-{name}-{address}", daemon=True)
             for name, work in (("events", self._run_events), ("pulse", self._run_pulse), ("side", self._run_side))
         ]
+
+    def _run(self, work: Callable[[], None]) -> None:
+        """A thread's whole life. A bug of ours must not leave a worker that looks alive and tells nobody anything."""
+        try:
+            work()
+        except Exception as error:
+            log.exception("a thread that publishes to %s broke", self.address)
+            self._fence(f"publishing broke: {error!r}")
 
     # -- callers' side, never waits -----------------------------------------------------------------------------
 

@@ -357,3 +357,17 @@ def test_a_snapshot_callback_that_fails_once_is_called_again(server: ThreadedSer
     publisher.start()
     assert publisher.flush(WAIT_S)
     assert rig.client([server.address]).lookup(chain) == {info.key: {Tier.DEVICE: 5}}
+
+
+def test_a_publisher_thread_that_breaks_tells_its_worker_instead_of_going_silent(
+    server: ThreadedServer, rig: Rig
+) -> None:
+    told = threading.Event()
+    publisher = MetadataPublisher(
+        [server.address], member(), Owner().snapshot, lambda reason: (rig.fenced.append(reason), told.set())[1]
+    )
+    rig.closers.append(publisher)
+    publisher.start()
+    publisher.report("not a report")  # type: ignore[arg-type]
+    assert told.wait(WAIT_S)
+    assert "publishing broke" in rig.fenced[0]

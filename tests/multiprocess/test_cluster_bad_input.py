@@ -12,7 +12,7 @@ import pytest
 from kvpool.cluster.launcher import Cluster
 from kvpool.config import ClusterConfig, EngineConfig, MetadataConfig, WorkerConfig
 from kvpool.errors import ConfigError, IncompatibleError, KVPoolError, ModelError, RequestError
-from tests.multiprocess.cluster_kit import ClusterKit, processes_of
+from tests.multiprocess.cluster_kit import ClusterKit, processes_of, wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -76,6 +76,7 @@ def test_workers_with_the_same_layout_join_a_running_pool(kit: ClusterKit, tiny_
         WorkerConfig(count=1, engine=EngineConfig(model=str(tiny_model_path), num_blocks=8))
     )
     assert kit.routes.member(added[0]).key.worker_id == added[0]
+    wait_until(lambda: added[0] in kit.status()["workers"], 10, "status shows the worker that was added")
 
 
 def _start_fails(config: ClusterConfig, kind: type[KVPoolError], named: str) -> None:
