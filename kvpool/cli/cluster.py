@@ -56,8 +56,9 @@ def _up(config: ClusterConfig, name: str, ray_address: str | None, as_json: bool
     )
     try:
         ready = _wait_ready(supervisor)
-    except BaseException:
-        supervisor.terminate()
+    except BaseException as error:
+        if not isinstance(error, KVPoolError):  # after an error of its own the supervisor cleans up and ends by itself
+            supervisor.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             supervisor.wait(DOWN_TIMEOUT_S)
         raise
