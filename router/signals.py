@@ -183,7 +183,6 @@ class Features:
     """Plans the workers can execute besides redo."""
 
     load: bool = True
-    stripe: bool = False
     split: bool = False
 
 

@@ -88,7 +88,8 @@ def assemble_worker(key: WorkerKey, spec: WorkerSpec) -> AssembledWorker:
         ModelError: the model is unknown or not supported.
         CapacityError: no memory for the segment.
         IncompatibleError: the pool has another layout or hash scheme.
-        UnavailableError: no metadata server answers.
+
+    Metadata servers that are down are joined when they come back.
     """
     # Here and not above: launcher and clients import this module too, and torch takes seconds.
     from workers.engine.torch_engine import TorchEngine
@@ -106,7 +107,9 @@ def assemble_worker(key: WorkerKey, spec: WorkerSpec) -> AssembledWorker:
     passes = calibrate(engine, spec.config.scheduler.max_step_tokens, time.monotonic_ns)
     layout = engine.layout
     namespace = Namespace(layout.model, layout.dtype, layout.fingerprint(), layout.block_tokens)
-    transport = create_transport(spec.config.transport)
+    transport = create_transport(
+        spec.config.transport, on_failure=lambda error: _end_process(f"the data plane broke: {error!r}")
+    )
     member = MemberInfo(
         key=key,
         role=spec.config.role,

@@ -39,7 +39,6 @@ FABRICS = {"same host": {}, "tcp loopback": {"TLS": "tcp,self"}}
 MEMCPY_BARS = {64 * KIB: 0.35, MIB: 0.6}
 SOCKET_BARS = {MIB: 0.7}
 BUSY_BAR = 0.5
-MOONCAKE_BARS = {64 * KIB: 1.3, MIB: 1.5}
 IDLE_CORE_SHARE = 0.02
 LIMIT_NS = 60_000_000_000
 

@@ -82,7 +82,7 @@ def _wait_ready(supervisor: subprocess.Popen[str]) -> dict[str, Any]:
             raise _error_of(message)
         elif "ready" in message:
             return dict(message["ready"])
-    raise UnavailableError(f"the supervisor ended without a word (exit code {supervisor.wait()})")
+    raise UnavailableError(f"the supervisor ended without a word (exit code {supervisor.wait(DOWN_TIMEOUT_S)})")
 
 
 def _error_of(message: dict[str, Any]) -> KVPoolError:

@@ -21,6 +21,7 @@ from kvpool.types import MemberState, Tier
 
 PREFIX = "kvpool_metadata_"
 SCRAPE_TIMEOUT_S = 5.0
+JOIN_S = 5.0
 
 _HELP = {
     "joins": "Workers that joined",
@@ -129,4 +130,4 @@ class MetricsServer:
         """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join()
+        self._thread.join(JOIN_S)

@@ -193,11 +193,6 @@ class LoadMachine:
         self._next_read = 0
 
     @property
-    def active_reads(self) -> tuple[int, ...]:
-        """Reads that were started and have not ended."""
-        return tuple(self._reads)
-
-    @property
     def front_blocks(self) -> int:
         """Wanted blocks that are usable without a gap from the first wanted one."""
         for count, index in enumerate(self.wanted):

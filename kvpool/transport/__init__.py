@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from kvpool.errors import ConfigError
 from kvpool.transport.base import Transport
@@ -12,12 +12,19 @@ SHAPED = "shaped:"
 """Prefix of a name: the same transport with links that can be made slow, lossy or corrupt, for fault runs."""
 
 
-def create_transport(name: str, settings: Mapping[str, str] | None = None) -> Transport:
+def create_transport(
+    name: str,
+    settings: Mapping[str, str] | None = None,
+    *,
+    on_failure: Callable[[BaseException], None] | None = None,
+) -> Transport:
     """A new end of the named transport; libraries are imported only when they are asked for.
 
     Args:
         name: one of `TRANSPORTS`.
         settings: of the library, for example ``{"TLS": "tcp", "NET_DEVICES": "eth0"}`` for UCX.
+        on_failure: called once, from the transport's thread, when a bug of ours broke it: nothing is read or served any
+            more, and its owner must not go on as a holder. The memory transport is for tests and has none.
 
     Raises:
         ConfigError: no transport has this name, or a setting would break its promises.
@@ -26,7 +33,7 @@ def create_transport(name: str, settings: Mapping[str, str] | None = None) -> Tr
     if name.startswith(SHAPED):
         from kvpool.transport.shaping import ShapingTransport
 
-        return ShapingTransport(create_transport(name.removeprefix(SHAPED)))
+        return ShapingTransport(create_transport(name.removeprefix(SHAPED), settings, on_failure=on_failure))
     if name == "memory":
         from kvpool.transport.memory import MemoryTransport
 
@@ -34,5 +41,5 @@ def create_transport(name: str, settings: Mapping[str, str] | None = None) -> Tr
     if name == "ucx":
         from kvpool.transport.ucx import UcxOptions, UcxTransport
 
-        return UcxTransport(UcxOptions(settings=settings or {}))
+        return UcxTransport(UcxOptions(settings=settings or {}), on_failure=on_failure)
     raise ConfigError(f"unknown transport {name!r}; known are {', '.join(TRANSPORTS)}", field="transport")

@@ -159,6 +159,7 @@ class TransportStats:
     blocks_served: int = 0
     bytes_served: int = 0
     corrupt_blocks: int = 0
+    protocol_errors: int = 0
     endpoints: int = 0
     in_flight_bytes: int = 0
     quarantined_reads: int = 0

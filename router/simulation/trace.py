@@ -12,7 +12,7 @@ import gzip
 import itertools
 import json
 import lzma
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -215,8 +215,3 @@ def _open_text(path: Path) -> Any:
     if path.suffix == ".gz":
         return gzip.open(path, "rt")
     return path.open()
-
-
-def iter_full_blocks(request: TraceRequest, block_tokens: int) -> Iterator[int]:
-    """Ids of the full blocks of a prompt."""
-    yield from request.blocks[: request.prompt_tokens // block_tokens]

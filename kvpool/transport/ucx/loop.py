@@ -31,6 +31,8 @@ PROGRESS_PER_STEP = 16  # UCX steps between two looks at messages and timers; on
 Command = Callable[[int], None]
 """Runs on the progress thread; gets the time."""
 
+OnFailure = Callable[[BaseException], None]
+
 
 class ProgressLoop:
     """One thread that moves one `Fabric` and its two halves until `stop` and everything is terminal.
@@ -40,6 +42,7 @@ class ProgressLoop:
         spin_ns: how long it polls without progress, while something is in flight, before it blocks.
         clock_ns: monotonic clock.
         name: of the thread.
+        on_failure: called once, on the thread, when a bug of ours ended it and every read is terminal.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class ProgressLoop:
         spin_ns: int,
         clock_ns: Callable[[], int],
         name: str,
+        on_failure: OnFailure | None = None,
     ) -> None:
+        self._on_failure = on_failure
         self._fabric = fabric
         self._reader = reader
         self._server = server
@@ -107,6 +112,8 @@ class ProgressLoop:
         self._exited = True
         self._run_commands(self._clock_ns())
         self._fabric.retire()
+        if self.failure is not None and self._on_failure is not None:
+            self._on_failure(self.failure)
 
     def _loop(self) -> None:
         with select.epoll() as poller:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvpool.errors import CapacityError, RequestError, TransferCancelledError
+from kvpool.errors import CapacityError, RequestError, TransferCancelledError, TransferError
 from kvpool.transport.base import BlockSource, ReadRequest, TransportStats
 from kvpool.transport.handle import LocalEnd, ReadTask, SegmentShape, flat_bytes
 from kvpool.transport.ucx.fabric import Fabric
-from kvpool.transport.ucx.loop import Command, ProgressLoop
+from kvpool.transport.ucx.loop import Command, OnFailure, ProgressLoop
 from kvpool.transport.ucx.reader import ReaderHalf
 from kvpool.transport.ucx.server import ServerHalf
 from kvpool.transport.ucx.settings import UcxOptions
@@ -26,14 +26,26 @@ class _Running:
     """What exists between `UcxTransport.start` and the end of its thread."""
 
     def __init__(
-        self, fabric: Fabric, local: LocalEnd, source: BlockSource, options: UcxOptions, clock_ns: Callable[[], int]
+        self,
+        fabric: Fabric,
+        local: LocalEnd,
+        source: BlockSource,
+        options: UcxOptions,
+        clock_ns: Callable[[], int],
+        on_failure: OnFailure | None,
     ) -> None:
         self.shape = SegmentShape(len(local.segment), local.block_bytes)
         self.verifier = Verifier(f"kvpool-verify-{local.key}", self._deliver)
         self.reader = ReaderHalf(fabric.readers, local, options, self.verifier)
         self.server = ServerHalf(fabric.server, local, source, options)
         self.loop = ProgressLoop(
-            fabric, self.reader, self.server, spin_ns=options.spin_ns, clock_ns=clock_ns, name=f"kvpool-ucx-{local.key}"
+            fabric,
+            self.reader,
+            self.server,
+            spin_ns=options.spin_ns,
+            clock_ns=clock_ns,
+            name=f"kvpool-ucx-{local.key}",
+            on_failure=on_failure,
         )
 
     def _deliver(self, command: Command) -> None:
@@ -46,6 +58,8 @@ class UcxTransport:
     Args:
         options: bounds and UCX settings.
         clock_ns: monotonic clock.
+        on_failure: called once, from the progress thread, when a bug of ours broke it. Nothing is read or served any
+            more, so its owner must not go on as a holder.
 
     Raises:
         KVPoolError: UCX cannot be initialised with these settings.
@@ -53,7 +67,13 @@ class UcxTransport:
 
     name = "ucx"
 
-    def __init__(self, options: UcxOptions | None = None, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self,
+        options: UcxOptions | None = None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        on_failure: OnFailure | None = None,
+    ) -> None:
+        self._on_failure = on_failure
         self._options = options or UcxOptions()
         self._clock_ns = clock_ns
         self._fabric = Fabric(self._options.context_settings())
@@ -76,7 +96,7 @@ class UcxTransport:
         if self._running is not None:
             raise RequestError("this transport was started before; make a new one", field="transport")
         local = LocalEnd(key, flat_bytes(segment), block_bytes)
-        self._running = _Running(self._fabric, local, source, self._options, self._clock_ns)
+        self._running = _Running(self._fabric, local, source, self._options, self._clock_ns, self._on_failure)
         self._running.loop.start()
 
     def read(self, request: ReadRequest) -> ReadTask:
@@ -86,9 +106,12 @@ class UcxTransport:
             RequestError: a destination lies outside the segment or ranges overlap.
             CapacityError: too many reads wait already.
             TransferCancelledError: the transport is not running.
+            TransferError: its progress thread broke.
         """
         running = self._running
-        if running is None or self._closing or running.loop.failure is not None:
+        if running is not None and running.loop.failure is not None:
+            raise TransferError(f"the transport broke: {running.loop.failure!r}; make a new one")
+        if running is None or self._closing:
             raise TransferCancelledError("the transport is not running; start it first or make a new one")
         running.shape.check(request)
         if running.reader.open_reads >= self._options.waiting_reads:
@@ -123,6 +146,7 @@ class UcxTransport:
             endpoints=reader.endpoints + server.endpoints,
             in_flight_bytes=reader.in_flight_bytes,
             quarantined_reads=reader.quarantined_reads,
+            protocol_errors=reader.protocol_errors + server.protocol_errors,
         )
 
     def close(self) -> None:

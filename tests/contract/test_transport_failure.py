@@ -1,0 +1,49 @@
+"""A transport whose own thread breaks says so: a worker that goes on would offer blocks that nobody can read."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from kvpool.errors import TransferError
+from kvpool.transport import create_transport
+from kvpool.transport.base import BlockWant, Peer, ReadRequest
+from kvpool.transport.ucx import UcxTransport
+from kvpool.types import BlockHash, WorkerEpoch, WorkerId, WorkerKey
+from tests.contract.transport_rig import RigStore
+
+WAIT_S = 20.0
+
+
+def test_a_broken_progress_thread_is_told_once_and_refuses_reads_as_a_failure() -> None:
+    told: list[BaseException] = []
+    happened = threading.Event()
+
+    def on_failure(error: BaseException) -> None:
+        told.append(error)
+        happened.set()
+
+    store = RigStore(4, 4096, filled=True)
+    transport = create_transport("ucx", on_failure=on_failure)
+    assert isinstance(transport, UcxTransport)
+    key = WorkerKey(WorkerId("w"), WorkerEpoch(1))
+    transport.start(key, memoryview(np.zeros(4 * 4096, dtype=np.uint8)), 4096, store)
+    try:
+        running = transport._running
+        assert running is not None
+
+        def bug(_: int) -> None:
+            raise ZeroDivisionError("a bug")
+
+        running.loop.post(bug)
+        assert happened.wait(WAIT_S)
+        peer = Peer(WorkerKey(WorkerId("p"), WorkerEpoch(1)), transport.address)
+        request = ReadRequest(peer, (BlockWant(BlockHash(bytes(16)), 0),), 1_000_000_000, 1_000_000_000)
+        with pytest.raises(TransferError, match="a bug") as caught:
+            transport.read(request)
+        assert type(caught.value) is TransferError  # not "cancelled", which is nobody's failure
+    finally:
+        transport.close()
+    assert [type(error) for error in told] == [ZeroDivisionError]
