@@ -24,6 +24,7 @@ from kvpool.reports import WorkerReport
 from kvpool.request import GenerateRequest
 from kvpool.types import MemberInfo, MemberState, RequestId, WorkerKey
 from router.core import RequestMeta, RouterCore
+from router.signals import Features
 
 MAX_CONCURRENT_CALLS = 1000
 READY_POLL_S = 0.05
@@ -55,6 +56,7 @@ class RouterActor:
             self._watcher,
             time.monotonic_ns,
             policy=config.policy,
+            features=Features(split=True),
             max_records=config.max_records,
             router_id=f"r{self._started_ns:x}",
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Protocol
 
-from kvpool.errors import RequestError, UnavailableError
+from kvpool.errors import CapacityError, RequestError, TransferCancelledError, UnavailableError
 from kvpool.plan import Route
 from kvpool.reports import LoadSample, RequestOutcome, WorkerReport
 from kvpool.types import BlockHash, MemberInfo, MemberState, RequestId, Tier, WorkerId, WorkerKey
@@ -28,7 +28,7 @@ from router.policies import Policy, make_policy
 from router.record import DecisionRecord, RecordStore, explain_lines
 from router.signals import Features, Footprint, RequestView, Snapshot, WorkerView
 
-NOT_THE_HOLDERS_FAULT = frozenset({"cancelled", "capacity"})
+NOT_THE_HOLDERS_FAULT = frozenset({TransferCancelledError.code, CapacityError.code})
 STATE_VERSION = 1
 
 
@@ -101,6 +101,7 @@ class RouterCore:
         self._footprint = footprint
         self._sequences: dict[WorkerKey, int] = {}
         self._capacity: dict[WorkerKey, int] = {}
+        self._tiers: dict[WorkerKey, Tier] = {}
         self._worker_counters: dict[WorkerKey, dict[str, int]] = {}
         self._decided = 0
         self._counters: Counter[str] = Counter()
@@ -196,6 +197,7 @@ class RouterCore:
             control_address=info.control_address,
         )
         self._capacity[key] = next((blocks for blocks in info.capacity_blocks if blocks), 0)
+        self._tiers[key] = next((tier for tier in Tier if info.capacity_blocks[tier]), Tier.HOST)
         if self._fleet.get(key) is None:
             for sample in info.calibration:
                 self._prefills.observe(key.worker_id, sample.new_tokens, sample.context_tokens, sample.elapsed_ns)
@@ -334,10 +336,13 @@ class RouterCore:
         )
 
     def _learn_load(self, reader: WorkerKey, load: LoadSample, now_ns: int) -> None:
+        """A load that was given up half-way timed the bytes that came: a link that never keeps up is learned too."""
         holder = load.holder
-        if load.failure is None:
-            self._links.observe((holder.worker_id, reader.worker_id, Tier.DEVICE), load.bytes, load.elapsed_ns, now_ns)
+        tier = self._tiers.get(holder)
+        if tier is not None and load.bytes and load.failure in (None, TransferCancelledError.code):
+            self._links.observe((holder.worker_id, reader.worker_id, tier), load.bytes, load.elapsed_ns, now_ns)
             self._fleet.links_changed(holder.worker_id)
+        if load.failure is None:
             self._failures.observe(holder, False, now_ns)
             return
         self._failures_by_kind[load.failure] += 1
@@ -350,6 +355,7 @@ class RouterCore:
         self._failures.forget(key)
         self._sequences.pop(key, None)
         self._capacity.pop(key, None)
+        self._tiers.pop(key, None)
         self._worker_counters.pop(key, None)
         if self._fleet.remove(key):
             self._keys = tuple(view.key for view in self._fleet.workers)

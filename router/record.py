@@ -240,6 +240,11 @@ def _plan_text(record: DecisionRecord) -> str:
         f"load blocks {piece.start}–{piece.stop} from {piece.holder} ({piece.tier.name.lower()})"
         for piece in decision.plan.loads
     )
+    if decision.plan.split_tokens is not None:
+        return (
+            f"{own}split: compute the first {decision.plan.split_tokens:,} missing tokens while the rest loads "
+            f"({loads}), redo {redone:,} tokens in all"
+        )
     return f"{own}{loads}, redo {redone:,} tokens"
 
 

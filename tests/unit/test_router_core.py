@@ -164,6 +164,33 @@ def test_links_are_learned_and_shown_in_human_units() -> None:
     assert link["beta_gbytes_per_s"] == pytest.approx(1.0, rel=0.05)
 
 
+def test_a_link_is_learned_under_the_tier_its_holder_announced() -> None:
+    core, directory, _ = make_core(workers=2)
+    core.on_member_change(replace(member(1), capacity_blocks=(0, 1024, 0)), MemberState.ALIVE)
+    directory.held[key(1)] = {Tier.HOST: 90}
+    core.on_report(report(1, 1, WorkerLoad(waiting_requests=8, queued_prefill_tokens=12_000)))
+    quick = core.route(meta("quick")).plan
+    assert quick.kind is PlanKind.LOAD
+    crawling = LoadSample(key(1), 1_000_000, 10, 10 * S)
+    core.on_report(report(0, 1, loads=(crawling,)))
+    (link,) = core.status()["links"]
+    assert link["tier"] == "host"
+    assert core.route(meta("slow")).plan.kind is PlanKind.REDO
+
+
+def test_a_load_given_up_half_way_still_tells_how_slow_its_link_is_and_blames_nobody() -> None:
+    core, _, _ = make_core()
+    before = core.status()["workers"][1]["load_failure_probability"]
+    for sequence in range(1, 10):
+        given_up = LoadSample(key(1), 1_000_000, 10, round(100 * MS), failure="cancelled")
+        core.on_report(report(0, sequence, loads=(given_up,)))
+    status = core.status()
+    (link,) = status["links"]
+    assert 1_000_000 / (link["beta_gbytes_per_s"] * 1e9) + link["alpha_ms"] / 1e3 == pytest.approx(0.1, rel=0.1)
+    assert status["workers"][1]["load_failure_probability"] == before
+    assert status["failures"] == {"cancelled": 9}
+
+
 def test_failures_are_counted_by_kind_and_link_and_raise_the_price_of_the_holder() -> None:
     core, _, _ = make_core()
     before = core.status()["workers"][1]["load_failure_probability"]

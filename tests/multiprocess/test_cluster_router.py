@@ -1,0 +1,159 @@
+"""The router of a real cluster splits a prefill over a link of about B*, and says so; outputs equal the plain model's.
+
+The link is shaped; the router is told nothing and learns its speed from what loads really took.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.cluster.launcher import Cluster
+from kvpool.config import ClusterConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from kvpool.plan import PlanKind, Route
+from kvpool.request import GenerateRequest
+from kvpool.transport.shaping import LinkShape
+from kvpool.types import WorkerId
+from tests.multiprocess.cluster_kit import ClusterKit, Served, wait_until
+from workers.engine.reference import PlainModel
+
+pytestmark = [pytest.mark.cluster, pytest.mark.model]
+
+BLOCK = 16
+PREFIX_TOKENS = 400
+TOLERANCE = 1e-4
+LOADS_TO_LEARN = 2
+HOLDER, READER = WorkerId("worker-0"), WorkerId("worker-1")
+
+
+@pytest.fixture(scope="module")
+def kit() -> Iterator[ClusterKit]:
+    """Two workers with the default model, their links open to shaping."""
+    group = WorkerConfig(
+        count=2,
+        transport="shaped:ucx",
+        engine=EngineConfig(num_blocks=256),
+        scheduler=SchedulerConfig(max_step_tokens=128),
+    )
+    kit = ClusterKit(Cluster.start(ClusterConfig(workers=(group,)), name="split"))
+    try:
+        _slow_the_link_to_b_star(kit)
+        yield kit
+    finally:
+        kit.close()
+
+
+@pytest.fixture(scope="module")
+def plain(smollm2_path: Path) -> PlainModel:
+    """The unchanged model."""
+    return PlainModel(smollm2_path)
+
+
+def _prompt(length: int, seed: int) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(100, 40_000) for _ in range(length))
+
+
+def _slow_the_link_to_b_star(kit: ClusterKit) -> None:
+    """Shape the reader's link so that a block takes as long to load as to compute; let loads teach the router so."""
+    reader = next(item for item in kit.status()["router"]["workers"] if item["worker"].startswith(READER))
+    block_ns = reader["prefill_us_per_token"] * 1e3 * BLOCK
+    rate = kit.routes.member(HOLDER).block_bytes / block_ns * 1e9
+    kit.run(kit.connection.call(READER, "shape_link", HOLDER, LinkShape(rate_bytes_per_s=rate)))
+    for number in range(LOADS_TO_LEARN):
+        prompt = _prompt(10 * BLOCK + 1, 900 + number)
+        kit.warm(HOLDER, prompt)
+        request = kit.request(prompt, max_tokens=1)
+        kit.run(kit.follow(kit.routes.load(request.request_id, READER, holder=HOLDER, blocks=(0, 10)), request))
+    wait_until(lambda: _link_samples(kit) >= LOADS_TO_LEARN, 10.0, "the router has learned the link")
+
+
+def _link_samples(kit: ClusterKit) -> int:
+    links = kit.status()["router"]["links"]
+    return sum(item["samples"] for item in links if (item["holder"], item["reader"]) == (HOLDER, READER))
+
+
+def _route_around_the_holder(kit: ClusterKit, request: GenerateRequest) -> Route:
+    """The real router's answer for a request that its holder has just failed."""
+    holder = kit.routes.member(HOLDER).key
+    route: Route = kit.run(kit.connection.route(request, frozenset({holder}), 10.0))
+    assert route.worker_id == READER
+    return route
+
+
+def _record(kit: ClusterKit, request: GenerateRequest) -> dict[str, Any]:
+    """The decision record, once its outcome has come."""
+
+    def record() -> dict[str, Any]:
+        found: dict[str, Any] = kit.run(kit.client.explain(request.request_id))
+        return found
+
+    wait_until(lambda: record()["outcome"] is not None, 10.0, "the outcome of the request is reported")
+    return record()
+
+
+def _assert_equals(served: Served, plain: PlainModel, prompt: tuple[int, ...], count: int) -> None:
+    expected = plain.greedy(prompt, count)
+    assert served.tokens == tuple(item.token for item in expected)
+    for ours, theirs in zip(served.logprobs, expected, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=TOLERANCE)
+
+
+def test_the_router_splits_over_a_link_of_b_star_and_the_record_shows_plan_split_and_both_times(
+    kit: ClusterKit, plain: PlainModel
+) -> None:
+    prompt = _prompt(PREFIX_TOKENS + 5, 1)
+    kit.warm(HOLDER, prompt)
+    request = kit.request(prompt, max_tokens=4, logprobs=1, ignore_eos=True)
+    route = _route_around_the_holder(kit, request)
+    assert route.plan.kind is PlanKind.SPLIT
+    assert route.plan.split_tokens is not None
+    assert 0 < route.plan.split_tokens < PREFIX_TOKENS
+    (piece,) = route.plan.loads
+    assert (piece.holder.worker_id, piece.start) == (HOLDER, route.plan.split_tokens // BLOCK)
+    served = kit.run(kit.follow(route, request))
+    _assert_equals(served, plain, prompt, 4)
+    assert served.stats is not None
+    assert served.stats.plan == PlanKind.SPLIT.value
+    assert served.stats.tokens_loaded > 0
+    assert served.stats.tokens_redone > len(prompt) - PREFIX_TOKENS // BLOCK * BLOCK
+    record = _record(kit, request)
+    assert (record["plan"], record["split_tokens"]) == ("split", route.plan.split_tokens)
+    assert record["predicted_ttft_ns"] > 0
+    assert record["outcome"]["ttft_ns"] == served.stats.ttft_ns
+    assert {"redo", "load", "split"} <= {item["plan"] for item in record["candidates"]}
+    assert "split: compute the first" in record["text"]
+
+
+def test_splits_of_several_requests_at_once_behind_prefixes_of_their_own_equal_the_plain_model(
+    kit: ClusterKit, plain: PlainModel
+) -> None:
+    prompts = [_prompt(20 * BLOCK + 3 * number, 10 + number) for number in range(2)]
+    for prompt in prompts:
+        kit.warm(HOLDER, prompt)
+        kit.warm(READER, prompt[: 5 * BLOCK])
+    requests = [kit.request(prompt, max_tokens=3, logprobs=1, ignore_eos=True) for prompt in prompts]
+    routes = [_route_around_the_holder(kit, request) for request in requests]
+    assert PlanKind.SPLIT in {route.plan.kind for route in routes}
+    assert all(route.plan.loads[0].start >= 5 for route in routes if route.plan.loads)
+    served = kit.run(kit.gather(kit.follow(route, request) for route, request in zip(routes, requests, strict=True)))
+    for prompt, item in zip(prompts, served, strict=True):
+        _assert_equals(item, plain, prompt, 3)
+        assert item.stats.tokens_cached == 5 * BLOCK
+
+
+def test_a_link_that_dies_in_mid_split_costs_its_help_only(kit: ClusterKit, plain: PlainModel) -> None:
+    prompt = _prompt(PREFIX_TOKENS, 3)
+    kit.warm(HOLDER, prompt)
+    request = kit.request(prompt, max_tokens=4, logprobs=1, ignore_eos=True)
+    route = _route_around_the_holder(kit, request)
+    assert route.plan.kind is PlanKind.SPLIT
+    kit.run(kit.connection.call(READER, "shape_link", HOLDER, LinkShape(stalled=True)))
+    served = kit.run(kit.follow(route, request))
+    _assert_equals(served, plain, prompt, 4)
+    assert served.stats is not None
+    assert served.stats.tokens_loaded == 0
