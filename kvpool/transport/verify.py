@@ -1,4 +1,4 @@
-"""Checksums on a thread of their own, so that verifying one run overlaps with moving the next.
+"""Helper threads of a transport: they check and copy, so that the progress thread never touches a block's bytes.
 
 xxh3 runs at two to three times the speed of a copy and releases the GIL on large blocks; done on the progress thread
 it would still take a quarter of a same-host load's time. Small batches are checked in place: a hand-over costs more.
@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import xxhash
 
 INLINE_BYTES = 128 * 1024
+HELPERS = 2
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,38 +37,34 @@ class Check:
         )
 
 
-Verdicts = list[tuple[bool, ...]]
-
-
-class Verifier:
-    """One thread that runs checks in order.
+class Helpers:
+    """Threads that take jobs in order.
 
     Args:
-        name: of the thread.
-        deliver: called on the thread with a function to run where the answer belongs.
+        name: of the threads.
+        deliver: called on a thread with a function to run where the answer belongs.
     """
 
     def __init__(self, name: str, deliver: Callable[[Callable[[int], None]], None]) -> None:
         self._deliver = deliver
-        self._jobs: queue.SimpleQueue[tuple[Sequence[Check], Callable[[Verdicts, int], None]] | None]
-        self._jobs = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._jobs: queue.SimpleQueue[Callable[[], Callable[[int], None]] | None] = queue.SimpleQueue()
+        for number in range(HELPERS):
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True).start()
 
-    def submit(self, checks: Sequence[Check], then: Callable[[Verdicts, int], None]) -> None:
-        """Check, then deliver ``then(verdicts, now_ns)``. The bytes must stay as they are until then."""
-        self._jobs.put((checks, then))
+    def submit(self, job: Callable[[], Answer], then: Callable[[Answer, int], None]) -> None:
+        """Run ``job``, then deliver ``then(answer, now_ns)``. The bytes it works on must stay as they are until
+        then."""
+        self._jobs.put(lambda: functools.partial(then, job()))
 
     def stop(self) -> None:
-        """End the thread after the jobs it has."""
-        self._jobs.put(None)
+        """End the threads after the jobs they have."""
+        for _ in range(HELPERS):
+            self._jobs.put(None)
 
     def _run(self) -> None:
         while True:
             job = self._jobs.get()
             if job is None:
                 return
-            checks, then = job
-            verdicts = [check.run() for check in checks]
-            self._deliver(functools.partial(then, verdicts))
-            del job, checks, then  # what they hold must not wait for the next job to be let go
+            self._deliver(job())
+            del job  # what it holds must not wait for the next job to be let go

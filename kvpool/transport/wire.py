@@ -12,6 +12,9 @@
       │ ◀═══════════════════════════════════════════│  unpins when the last send is terminal
       │  STOP   no more runs wanted                 │
 
+On one host the reader may fetch the runs from the holder's memory itself instead of granting them; it says so with
+the STOP that ends the pull, and the holder keeps the blocks pinned until then.
+
 The reader grants a run only after its receive is posted, so a data message never arrives unexpected while its read
 lives, and the reader alone decides the order, the pace and the bytes in flight. All integers are little-endian.
 Every message starts with the magic, the version, its kind, and the pull's sequence number; a message that does not
@@ -32,7 +35,7 @@ from kvpool.errors import IntegrityError
 from kvpool.types import BLOCK_HASH_BYTES, BlockHash, WorkerEpoch, WorkerId, WorkerKey
 
 MAGIC = 0x4B56
-VERSION = 1
+VERSION = 2
 CONTROL_TAG = 1
 DATA_BIT = 1 << 63
 RUN_BITS = 24
@@ -41,9 +44,11 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 _HEAD = struct.Struct("<HBBQ")  # magic, version, kind, sequence
 _PULL = struct.Struct(
-    "<QQQQIIII"
-)  # link id, deadline, reader epoch, holder epoch, lengths of: ids (2), address, blocks
-_OFFER = struct.Struct("<QII")  # identity digest, number of blocks, number of runs
+    "<QQQQQIIII"
+)  # link id, deadline, reader epoch, holder epoch, host, lengths of: ids (2), address, blocks
+_OFFER = struct.Struct(
+    "<QIIQQQ"
+)  # identity digest, numbers of blocks and runs, window: pid (0: none), cookie at, cookie
 _GRANT = struct.Struct("<QI")
 _LINK = struct.Struct("<Q")
 _TEXT = struct.Struct("<HH")
@@ -63,6 +68,7 @@ class Pull:
         holder: the incarnation that is expected to answer.
         hashes: what is wanted, front first.
         offsets: destination byte offsets, so that the holder can merge neighbours.
+        host: names the set of processes whose memory the reader may be able to read; 0 for none.
     """
 
     sequence: int
@@ -73,6 +79,23 @@ class Pull:
     holder: WorkerKey
     hashes: tuple[BlockHash, ...]
     offsets: tuple[int, ...]
+    host: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Where the runs of an offer lie in the holder's process, for a reader on the same host.
+
+    Attributes:
+        pid: the holder's process.
+        cookie_at, cookie: a value that is at this address exactly as long as the holder's incarnation serves.
+        addresses: of the first byte of each run.
+    """
+
+    pid: int
+    cookie_at: int
+    cookie: int
+    addresses: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +106,14 @@ class Offer:
         identity: `identity_digest` of the hashes that were asked for; another value marks a confused reply.
         checksums: xxh3_64 per asked block, None where it is missing.
         run_blocks: blocks of each run; the runs cover the present blocks in asked order.
+        window: where the reader may fetch the runs itself, None when it must grant them.
     """
 
     sequence: int
     identity: int
     checksums: tuple[int | None, ...]
     run_blocks: tuple[int, ...]
+    window: Window | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +136,11 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The reader wants no run that was not granted yet."""
+    """The reader wants no run that was not granted yet; ``fetched`` runs it took from the holder's memory."""
 
     sequence: int
     link_id: int
+    fetched: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +239,8 @@ def encode(message: Message) -> bytes:
             return _head(_KIND_REFUSE, sequence) + _TEXT.pack(len(raw_code), len(raw_text)) + raw_code + raw_text
         case Grant(sequence, link_id, runs):
             return _head(_KIND_GRANT, sequence) + _GRANT.pack(link_id, runs)
-        case Stop(sequence, link_id):
-            return _head(_KIND_STOP, sequence) + _LINK.pack(link_id)
+        case Stop(sequence, link_id, fetched):
+            return _head(_KIND_STOP, sequence) + _GRANT.pack(link_id, fetched)
         case Bye(sequence, link_id):
             return _head(_KIND_BYE, sequence) + _LINK.pack(link_id)
 
@@ -252,6 +278,7 @@ def _encode_pull(pull: Pull) -> bytes:
         pull.deadline_ns,
         pull.reader.worker_epoch,
         pull.holder.worker_epoch,
+        pull.host,
         len(reader),
         len(holder),
         len(pull.reader_address),
@@ -267,8 +294,10 @@ def _encode_offer(offer: Offer) -> bytes:
     present = bytes(checksum is not None for checksum in offer.checksums)
     sums = struct.pack(f"<{blocks}Q", *(checksum or 0 for checksum in offer.checksums))
     runs = struct.pack(f"<{len(offer.run_blocks)}I", *offer.run_blocks)
-    fixed = _OFFER.pack(offer.identity, blocks, len(offer.run_blocks))
-    return _head(_KIND_OFFER, offer.sequence) + fixed + present + sums + runs
+    window = offer.window or Window(0, 0, 0, ())
+    places = struct.pack(f"<{len(window.addresses)}Q", *window.addresses)
+    fixed = _OFFER.pack(offer.identity, blocks, len(offer.run_blocks), window.pid, window.cookie_at, window.cookie)
+    return _head(_KIND_OFFER, offer.sequence) + fixed + present + sums + runs + places
 
 
 def _decode_body(kind: int, sequence: int, body: memoryview) -> Message:
@@ -283,14 +312,14 @@ def _decode_body(kind: int, sequence: int, body: memoryview) -> Message:
     if kind == _KIND_GRANT:
         return Grant(sequence, *_GRANT.unpack(body))
     if kind == _KIND_STOP:
-        return Stop(sequence, *_LINK.unpack(body))
+        return Stop(sequence, *_GRANT.unpack(body))
     if kind == _KIND_BYE:
         return Bye(sequence, *_LINK.unpack(body))
     raise ValueError(f"unknown kind {kind}")
 
 
 def _decode_pull(sequence: int, body: memoryview) -> Pull:
-    link_id, deadline_ns, reader_epoch, holder_epoch, *lengths = _PULL.unpack_from(body)
+    link_id, deadline_ns, reader_epoch, holder_epoch, host, *lengths = _PULL.unpack_from(body)
     reader_length, holder_length, address_length, blocks = lengths
     reader, holder, address, raw_hashes, raw_offsets = _split(
         body[_PULL.size :], reader_length, holder_length, address_length, blocks * BLOCK_HASH_BYTES, blocks * 8
@@ -305,18 +334,22 @@ def _decode_pull(sequence: int, body: memoryview) -> Pull:
         holder=WorkerKey(WorkerId(bytes(holder).decode()), WorkerEpoch(holder_epoch)),
         hashes=tuple(BlockHash(joined[at : at + BLOCK_HASH_BYTES]) for at in range(0, len(joined), BLOCK_HASH_BYTES)),
         offsets=struct.unpack(f"<{blocks}Q", raw_offsets),
+        host=host,
     )
 
 
 def _decode_offer(sequence: int, body: memoryview) -> Offer:
-    identity, blocks, runs = _OFFER.unpack_from(body)
-    present, raw_sums, raw_runs = _split(body[_OFFER.size :], blocks, blocks * 8, runs * 4)
+    identity, blocks, runs, pid, cookie_at, cookie = _OFFER.unpack_from(body)
+    places = runs if pid else 0
+    present, raw_sums, raw_runs, raw_places = _split(body[_OFFER.size :], blocks, blocks * 8, runs * 4, places * 8)
+    window = Window(pid, cookie_at, cookie, struct.unpack(f"<{places}Q", raw_places)) if pid else None
     sums = struct.unpack(f"<{blocks}Q", raw_sums)
     return Offer(
         sequence=sequence,
         identity=identity,
         checksums=tuple(total if here else None for here, total in zip(present, sums, strict=True)),
         run_blocks=struct.unpack(f"<{runs}I", raw_runs),
+        window=window,
     )
 
 

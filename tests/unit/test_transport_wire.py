@@ -16,6 +16,7 @@ from kvpool.transport.wire import (
     Refuse,
     Run,
     Stop,
+    Window,
     data_tag,
     decode,
     encode,
@@ -35,18 +36,27 @@ def pulls(draw: st.DrawFn) -> Pull:
     hashes = tuple(draw(st.lists(HASHES, max_size=20)))
     offsets = tuple(draw(st.lists(U64, min_size=len(hashes), max_size=len(hashes))))
     fixed = [draw(U64) for _ in range(3)]
-    return Pull(fixed[0], fixed[1], fixed[2], draw(KEYS), draw(st.binary(max_size=300)), draw(KEYS), hashes, offsets)
+    ids = draw(KEYS), draw(st.binary(max_size=300)), draw(KEYS)
+    return Pull(fixed[0], fixed[1], fixed[2], *ids, hashes, offsets, draw(U64))
 
 
-OFFERS = st.builds(
-    Offer, U64, U64, st.lists(st.none() | U64, max_size=20).map(tuple), st.lists(U32, max_size=8).map(tuple)
-)
+@st.composite
+def offers(draw: st.DrawFn) -> Offer:
+    checksums = tuple(draw(st.lists(st.none() | U64, max_size=20)))
+    runs = tuple(draw(st.lists(U32, max_size=8)))
+    window = None
+    if draw(st.booleans()):
+        addresses = tuple(draw(st.lists(U64, min_size=len(runs), max_size=len(runs))))
+        window = Window(draw(st.integers(1, 2**64 - 1)), draw(U64), draw(U64), addresses)
+    return Offer(draw(U64), draw(U64), checksums, runs, window)
+
+
 MESSAGES = st.one_of(
     pulls(),
-    OFFERS,
+    offers(),
     st.builds(Refuse, U64, st.text(max_size=30), st.text(max_size=100)),
     st.builds(Grant, U64, U64, U32),
-    st.builds(Stop, U64, U64),
+    st.builds(Stop, U64, U64, U32),
     st.builds(Bye, U64, U64),
 )
 

@@ -9,7 +9,7 @@ from kvpool.errors import KVPoolError
 from kvpool.transport.base import Peer
 from kvpool.transport.handle import ReadTask
 from kvpool.transport.ucx.fabric import Connection, Operation
-from kvpool.transport.wire import Run
+from kvpool.transport.wire import Run, Window
 
 
 @dataclass(slots=True, eq=False)
@@ -39,18 +39,27 @@ class OpenPull:
     blocks: int
     runs: tuple[Run, ...] | None = None  # None until the offer came
     checksums: tuple[int | None, ...] = ()
+    window: Window | None = None  # where this half fetches the runs itself; None: they are granted
     granted: int = 0
     open_runs: int = 0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """A run in flight: granted, or given to a helper to fetch."""
+
+    pull: OpenPull
+    run: Run
+    run_bytes: int
+    offset: int  # where it goes in the segment
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PostedRun:
     """A run whose receive is posted."""
 
     operation: Operation
-    pull: OpenPull
-    run: Run
-    run_bytes: int
+    flight: Flight
 
 
 @dataclass(slots=True, eq=False)
@@ -66,4 +75,5 @@ class Link:
     posted: deque[PostedRun] = field(default_factory=deque)
     readings: set[Reading] = field(default_factory=set)
     in_flight_bytes: int = 0
+    fetches: bool | None = None  # whether the peer's memory can be read from here; None until that was tried
     broken_ns: int | None = None

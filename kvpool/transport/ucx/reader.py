@@ -9,8 +9,11 @@ finish. A peer that delivers nothing for a stall bound is closed by force; every
 typed error, which is right because none of them was getting bytes either. Connections of their own per read would
 isolate no better and cost a wire-up each.
 
+A holder on the same host offers its memory, and helper threads fetch the runs from it. Windows, order and give-up are
+the same; what was not fetched when a read is given up is not fetched any more.
+
 Invariants:
-    * a page is named by at most one posted receive, and a read is finished only when none of its receives is open;
+    * a page is named by at most one posted receive or fetch, and a read is finished only when none of them is open;
     * bytes in flight never exceed the link's and the process's window (a single run may exceed an empty window);
     * a link that failed is never used again; the next read makes a new one.
 """
@@ -19,9 +22,11 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import itertools
 import os
 from collections import deque
+from collections.abc import Sequence
 
 from kvpool import errors
 from kvpool.errors import (
@@ -35,10 +40,11 @@ from kvpool.errors import (
 )
 from kvpool.transport.base import BlockStatus, Peer
 from kvpool.transport.handle import LocalEnd, ReadTask
+from kvpool.transport.ucx.direct import DirectMemory, Fetched, Fragment
 from kvpool.transport.ucx.fabric import Operation, PortSet
-from kvpool.transport.ucx.links import Link, OpenPull, PostedRun, Reading
+from kvpool.transport.ucx.links import Flight, Link, OpenPull, PostedRun, Reading
 from kvpool.transport.ucx.settings import UcxOptions
-from kvpool.transport.verify import INLINE_BYTES, Check, Verdicts, Verifier
+from kvpool.transport.verify import INLINE_BYTES, Check, Helpers
 from kvpool.transport.wire import (
     CONTROL_TAG,
     MAX_PULL_BLOCKS,
@@ -49,6 +55,7 @@ from kvpool.transport.wire import (
     Pull,
     Refuse,
     Stop,
+    Window,
     data_tag,
     encode,
     identity_digest,
@@ -57,6 +64,8 @@ from kvpool.transport.wire import (
 from kvpool.types import WorkerKey
 
 TICK_NS = 5_000_000
+FETCH_BYTES = 2 << 20  # what a helper fetches before it reports
+Verdicts = Sequence[Sequence[bool]]
 REFUSALS: dict[str, type[KVPoolError]] = {
     cls.code: cls
     for cls in vars(errors).values()
@@ -67,9 +76,12 @@ REFUSALS: dict[str, type[KVPoolError]] = {
 class ReaderHalf:
     """Reads blocks from peers into ``segment``."""
 
-    def __init__(self, ports: PortSet, local: LocalEnd, options: UcxOptions, verifier: Verifier) -> None:
+    def __init__(
+        self, ports: PortSet, local: LocalEnd, options: UcxOptions, helpers: Helpers, memory: DirectMemory
+    ) -> None:
         self._ports = ports
-        self._verifier = verifier
+        self._helpers = helpers
+        self._memory = memory
         self._key = local.key
         self._segment = local.segment
         self._block_bytes = local.block_bytes
@@ -230,6 +242,7 @@ class ReaderHalf:
                 holder=link.peer.key,
                 hashes=tuple(want.block_hash for want in wants),
                 offsets=tuple(want.dest_offset for want in wants),
+                host=self._memory.host,
             )
             if not link.asked:
                 link.last_progress_ns = now_ns
@@ -251,6 +264,9 @@ class ReaderHalf:
             self._give_up(pull.reading, error, now_ns)
             return
         pull.checksums = offer.checksums
+        if offer.window is not None and link.fetches is None:
+            link.fetches = self._memory.reaches(offer.window)
+        pull.window = offer.window if link.fetches else None
         missing = [pull.base + index for index, total in enumerate(offer.checksums) if total is None]
         if missing:
             pull.reading.task.mark(missing, BlockStatus.MISSING)
@@ -275,6 +291,9 @@ class ReaderHalf:
                 continue  # a message per freed run would cost more than it gains
             if len(link.posted) > self._options.link_window_runs // 2:
                 continue
+            if pull.window is not None:
+                self._fetch(link, pull, pull.window)
+                continue
             before = pull.granted
             try:
                 while self._fits(link, pull):
@@ -297,15 +316,37 @@ class ReaderHalf:
         return fits_link and (total == 0 or total + size <= self._options.process_window_bytes)
 
     def _post(self, link: Link, pull: OpenPull) -> None:
+        tag = data_tag(pull.sequence, pull.granted)
+        flight = self._launch(link, pull)
+        into = self._segment[flight.offset : flight.offset + flight.run_bytes]
+        link.posted.append(PostedRun(link.connection.receive(into, tag), flight))
+
+    def _fetch(self, link: Link, pull: OpenPull, window: Window) -> None:
+        """Let the helpers fetch what fits, some runs at a time."""
+        reading = pull.reading
+        while self._fits(link, pull):
+            first, flights, size = pull.granted, [], 0
+            while size < FETCH_BYTES and self._fits(link, pull):
+                flights.append(self._launch(link, pull))
+                size += flights[-1].run_bytes
+            fragments = [
+                Fragment(address, flight.offset, self._check_of(flight))
+                for address, flight in zip(window.addresses[first:], flights, strict=False)
+            ]
+            self._helpers.submit(
+                functools.partial(self._memory.fetch, window, fragments, lambda: reading.gave_up_ns is None),
+                functools.partial(self._take_fetched, link, flights),
+            )
+
+    def _launch(self, link: Link, pull: OpenPull) -> Flight:
         assert pull.runs is not None
         run = pull.runs[pull.granted]
         start = pull.reading.task.request.blocks[pull.base + run.first].dest_offset
-        size = run.blocks * self._block_bytes
-        operation = link.connection.receive(self._segment[start : start + size], data_tag(pull.sequence, pull.granted))
-        link.posted.append(PostedRun(operation, pull, run, size))
-        link.in_flight_bytes += size
+        flight = Flight(pull, run, run.blocks * self._block_bytes, start)
+        link.in_flight_bytes += flight.run_bytes
         pull.granted += 1
         pull.open_runs += 1
+        return flight
 
     def _send(self, link: Link, message: Message) -> None:
         try:
@@ -326,57 +367,78 @@ class ReaderHalf:
             link.posted = deque(posted for posted in link.posted if posted not in finished)
         if not finished:
             return False
-        good: list[PostedRun] = []
-        failed: list[tuple[PostedRun, KVPoolError]] = []
+        good: list[Flight] = []
+        failed: list[tuple[Flight, KVPoolError]] = []
         for posted in finished:
-            link.in_flight_bytes -= posted.run_bytes
+            link.in_flight_bytes -= posted.flight.run_bytes
             error = posted.operation.error()
             if error is not None:
-                failed.append((posted, error))
+                failed.append((posted.flight, error))
                 continue
-            posted.pull.reading.last_progress_ns = link.last_progress_ns = now_ns
-            good.append(posted)
+            posted.flight.pull.reading.last_progress_ns = link.last_progress_ns = now_ns
+            good.append(posted.flight)
         if good:
             self._verify(link, good, now_ns)
         if failed:  # the link first: it gives the reads a reason to end with
             self._break(link, self._reason(link, failed[0][1]), now_ns)
-        for posted, _ in failed:
-            self._end_run(link, posted.pull, now_ns)
+        for flight, _ in failed:
+            self._end_run(link, flight.pull, now_ns)
         self._grant_due = True
         return True
 
-    def _verify(self, link: Link, arrived: list[PostedRun], now_ns: int) -> None:
-        """Check every block of runs that landed, here or on the verifier's thread."""
-        checks = [self._check_of(posted) for posted in arrived]
-        if sum(posted.run_bytes for posted in arrived) <= INLINE_BYTES:
-            self._judge(link, arrived, [check.run() for check in checks], now_ns)
+    def _verify(self, link: Link, arrived: list[Flight], now_ns: int) -> None:
+        """Check every block of runs that landed, here or on a helper's thread."""
+        checks = [self._check_of(flight) for flight in arrived]
+
+        def check() -> Verdicts:
+            return [check.run() for check in checks]
+
+        if sum(flight.run_bytes for flight in arrived) <= INLINE_BYTES:
+            self._judge(link, arrived, check(), now_ns)
         else:
-            self._verifier.submit(checks, lambda verdicts, then_ns: self._judge(link, arrived, verdicts, then_ns))
+            self._helpers.submit(check, lambda verdicts, then_ns: self._judge(link, arrived, verdicts, then_ns))
 
-    def _check_of(self, posted: PostedRun) -> Check:
-        pull, run = posted.pull, posted.run
-        start = pull.reading.task.request.blocks[pull.base + run.first].dest_offset
-        sums = pull.checksums[run.first : run.first + run.blocks]
+    def _check_of(self, flight: Flight) -> Check:
+        run = flight.run
+        sums = flight.pull.checksums[run.first : run.first + run.blocks]
         expected = tuple(total for total in sums if total is not None)
-        return Check(self._segment[start : start + posted.run_bytes], self._block_bytes, expected)
+        return Check(self._segment[flight.offset : flight.offset + flight.run_bytes], self._block_bytes, expected)
 
-    def _judge(self, link: Link, arrived: list[PostedRun], verdicts: Verdicts, now_ns: int) -> None:
+    def _take_fetched(self, link: Link, flights: list[Flight], fetched: Fetched, now_ns: int) -> None:
+        """Settle runs that a helper fetched; those it did not fetch belong to a read or a link that is given up."""
+        link.in_flight_bytes -= sum(flight.run_bytes for flight in flights)
+        self._grant_due = True
+        if fetched.error is not None:
+            self._break(link, fetched.error, now_ns)
+        reading = flights[0].pull.reading
+        if fetched.verdicts[0]:
+            reading.last_progress_ns = link.last_progress_ns = now_ns
+        # The holder keeps blocks only a little longer than the deadline: what differs later may be another block.
+        late = now_ns > reading.task.deadline_at_ns or reading.gave_up_ns is not None
+        if late and not all(map(all, fetched.verdicts)):
+            self._give_up(reading, self._past_deadline(link, reading, now_ns), now_ns)
+        self._judge(link, flights, fetched.verdicts, now_ns, blame=not late)
+
+    def _judge(
+        self, link: Link, arrived: Sequence[Flight], verdicts: Verdicts, now_ns: int, *, blame: bool = True
+    ) -> None:
         """Settle the blocks of verified runs. A read that was given up keeps what still arrived intact."""
         touched: dict[Reading, None] = {}
-        for posted, verdict in zip(arrived, verdicts, strict=True):
-            first = posted.pull.base + posted.run.first
-            task = posted.pull.reading.task
+        for flight, verdict in zip(arrived, verdicts, strict=True):
+            first = flight.pull.base + flight.run.first
+            task = flight.pull.reading.task
             task.mark((first + step for step, good in enumerate(verdict) if good), BlockStatus.ARRIVED)
-            if not all(verdict):
-                task.mark((first + step for step, good in enumerate(verdict) if not good), BlockStatus.CORRUPT)
+            bad = [first + step for step, good in enumerate(verdict) if not good]
+            if bad and blame:
+                task.mark(bad, BlockStatus.CORRUPT)
+                self.corrupt_blocks += len(bad)
             self.blocks_read += sum(verdict)
             self.bytes_read += sum(verdict) * self._block_bytes
-            self.corrupt_blocks += len(verdict) - sum(verdict)
-            touched[posted.pull.reading] = None
+            touched[flight.pull.reading] = None
         for reading in touched:
             reading.task.publish()
-        for posted in arrived:
-            self._end_run(link, posted.pull, now_ns)
+        for flight in arrived:
+            self._end_run(link, flight.pull, now_ns)
 
     def _end_run(self, link: Link, pull: OpenPull, now_ns: int) -> None:
         pull.open_runs -= 1
@@ -391,6 +453,8 @@ class ReaderHalf:
 
     def _end_pull(self, link: Link, pull: OpenPull, now_ns: int) -> None:
         del link.asked[pull.sequence]
+        if pull.window is not None and link.broken_ns is None:  # not before: the holder unpins when it hears this
+            self._send(link, Stop(pull.sequence, link.link_id, pull.granted))
         pull.reading.pulls_left -= 1
         if pull.reading.pulls_left == 0:
             link.readings.discard(pull.reading)
@@ -414,7 +478,7 @@ class ReaderHalf:
         reading.pulls_left -= len(dropped)
         mine = [pull for pull in link.asked.values() if pull.reading is reading]
         for pull in mine:
-            if link.broken_ns is None:
+            if link.broken_ns is None and pull.window is None:
                 self._send(link, Stop(pull.sequence, link.link_id))
             self._maybe_end_pull(link, pull, now_ns)
         if not mine and reading in link.readings:  # nothing was asked for yet
@@ -480,8 +544,13 @@ class ReaderHalf:
         if expecting and quiet_ns > request.stall_ns:
             self._break(link, StallError(f"{peer} sent nothing for {quiet_ns} ns", peer=peer), now_ns)
         elif now_ns > reading.task.deadline_at_ns:
-            slow = quiet_ns < min(request.stall_ns, self._options.drain_ns)
-            self._give_up(reading, StallError("the read passed its deadline", peer=peer, slow=slow), now_ns)
+            self._give_up(reading, self._past_deadline(link, reading, now_ns), now_ns)
+
+    def _past_deadline(self, link: Link, reading: Reading, now_ns: int) -> KVPoolError:
+        """A holder that was still delivering was merely slow, which blames nobody."""
+        quiet_ns = now_ns - max(link.last_progress_ns, reading.last_progress_ns)
+        slow = quiet_ns < min(reading.task.request.stall_ns, self._options.drain_ns)
+        return StallError("the read passed its deadline", peer=str(link.peer.key), slow=slow)
 
     def _reason(self, link: Link, failure: KVPoolError | None = None) -> KVPoolError:
         """What to tell reads on a link that failed: a lost peer, unless UCX says something more specific."""

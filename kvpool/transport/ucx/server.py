@@ -3,7 +3,8 @@
 Owned by the progress thread; nothing here is thread-safe. A read lease is taken by `BlockSource.pin` when a pull
 comes and released exactly once: when its last granted send is terminal after the reader had everything, stopped or
 died, or when its time is over. A lease whose sends are open is never released; when a reader holds one too long its
-connection is closed by force, which makes the sends terminal.
+connection is closed by force, which makes the sends terminal. A reader that fetches the runs itself has no sends; its
+lease ends when it says so, dies, or is out of time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from kvpool.errors import CapacityError, IncompatibleError, IntegrityError, KVPoolError, StaleError
 from kvpool.transport.base import BlockSource, HeldBlock
 from kvpool.transport.handle import LocalEnd
+from kvpool.transport.ucx.direct import DirectMemory
 from kvpool.transport.ucx.fabric import Connection, Operation, Port
 from kvpool.transport.ucx.settings import UcxOptions
 from kvpool.transport.wire import (
@@ -69,8 +71,11 @@ class ReaderLink:
 class ServerHalf:
     """Serves blocks of ``segment`` to readers."""
 
-    def __init__(self, port: Port, local: LocalEnd, source: BlockSource, options: UcxOptions) -> None:
+    def __init__(
+        self, port: Port, local: LocalEnd, source: BlockSource, options: UcxOptions, memory: DirectMemory
+    ) -> None:
         self._port = port
+        self._memory = memory
         self._key = local.key
         self._segment = local.segment
         self._block_bytes = local.block_bytes
@@ -106,8 +111,8 @@ class ServerHalf:
                 self._on_pull(message, now_ns)
             case Grant(sequence, link_id, runs):
                 self._on_grant(link_id, sequence, runs, now_ns)
-            case Stop(sequence, link_id):
-                self._on_stop(link_id, sequence, now_ns)
+            case Stop():
+                self._on_stop(message, now_ns)
             case Bye(_, link_id):
                 link = self._links.get(link_id)
                 if link is not None:
@@ -134,6 +139,7 @@ class ServerHalf:
 
     def close(self, now_ns: int) -> None:
         """Close every connection; `active` turns False when every lease is released."""
+        self._memory.close()
         for link in list(self._links.values()):
             self._break(link, now_ns)
 
@@ -154,7 +160,14 @@ class ServerHalf:
             self._reply(link, Refuse(pull.sequence, error.code, str(error)))
             return
         sums = tuple(None if block is None else block.checksum for block in serve.held)
-        offer = Offer(pull.sequence, identity_digest(pull.hashes), sums, tuple(run.blocks for run in serve.runs))
+        starts = [block.offset for run in serve.runs if (block := serve.held[run.first]) is not None]
+        offer = Offer(
+            sequence=pull.sequence,
+            identity=identity_digest(pull.hashes),
+            checksums=sums,
+            run_blocks=tuple(run.blocks for run in serve.runs),
+            window=self._memory.window(pull.host, starts),
+        )
         self._reply(link, offer)
         if serve.runs:
             link.serves[pull.sequence] = serve
@@ -170,7 +183,10 @@ class ServerHalf:
             raise IncompatibleError("a pull with this sequence number is under way", peer=str(self._key))
         lease_id, held = self._source.pin(pull.reader, pull.hashes)
         sources = [None if block is None else block.offset for block in held]
-        runs = merge_runs(sources, pull.offsets, self._block_bytes, self._options.max_run_bytes)
+        cap = self._options.max_run_bytes
+        if self._memory.window(pull.host, ()) is not None:
+            cap = min(cap, self._options.max_fetch_bytes)
+        runs = merge_runs(sources, pull.offsets, self._block_bytes, cap)
         budget_ns = min(pull.deadline_ns + self._options.lease_slack_ns, self._options.max_lease_ns)
         return Serve(lease_id, pull.sequence, link, runs, held, now_ns + budget_ns)
 
@@ -218,14 +234,17 @@ class ServerHalf:
         self.bytes_served += size
         return link.connection.send(self._segment[first.offset : first.offset + size], data_tag(serve.sequence, index))
 
-    def _on_stop(self, link_id: int, sequence: int, now_ns: int) -> None:
-        link = self._links.get(link_id)
-        serve = None if link is None else link.serves.get(sequence)
+    def _on_stop(self, stop: Stop, now_ns: int) -> None:
+        link = self._links.get(stop.link_id)
+        serve = None if link is None else link.serves.get(stop.sequence)
         if link is not None and serve is not None:
+            blocks = sum(run.blocks for run in serve.runs[: stop.fetched])
+            self.blocks_served += blocks
+            self.bytes_served += blocks * self._block_bytes
             serve.over = True
             self._collect(link, now_ns)
             return
-        self._stopped[(link_id, sequence)] = None
+        self._stopped[(stop.link_id, stop.sequence)] = None
         while len(self._stopped) > REMEMBERED_STOPS:
             self._stopped.popitem(last=False)
 

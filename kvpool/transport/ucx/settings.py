@@ -57,6 +57,7 @@ class UcxOptions:
     Attributes:
         settings: extra UCX settings without the ``UCX_`` prefix, for example ``{"TLS": "tcp"}``.
         max_run_bytes: longest data message; the granularity of progress, order and cancellation.
+        max_fetch_bytes: longest run that a reader on the same host fetches at once.
         link_window_bytes: granted and not yet arrived bytes per peer.
         process_window_bytes: the same over all peers.
         link_window_runs: granted and not yet arrived messages per peer.
@@ -74,6 +75,7 @@ class UcxOptions:
 
     settings: Mapping[str, str] = field(default_factory=dict)
     max_run_bytes: int = 8 * MIB
+    max_fetch_bytes: int = 512 * KIB
     link_window_bytes: int = 32 * MIB
     process_window_bytes: int = 128 * MIB
     link_window_runs: int = 64

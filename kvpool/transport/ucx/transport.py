@@ -11,12 +11,13 @@ from collections.abc import Callable
 from kvpool.errors import CapacityError, RequestError, TransferCancelledError, TransferError
 from kvpool.transport.base import BlockSource, ReadRequest, TransportStats
 from kvpool.transport.handle import LocalEnd, ReadTask, SegmentShape, flat_bytes
+from kvpool.transport.ucx.direct import DirectMemory
 from kvpool.transport.ucx.fabric import Fabric
 from kvpool.transport.ucx.loop import Command, OnFailure, ProgressLoop
 from kvpool.transport.ucx.reader import ReaderHalf
 from kvpool.transport.ucx.server import ServerHalf
 from kvpool.transport.ucx.settings import UcxOptions
-from kvpool.transport.verify import Verifier
+from kvpool.transport.verify import Helpers
 from kvpool.types import WorkerKey
 
 CLOSE_LIMIT_S = 5.0
@@ -35,9 +36,10 @@ class _Running:
         on_failure: OnFailure | None,
     ) -> None:
         self.shape = SegmentShape(len(local.segment), local.block_bytes)
-        self.verifier = Verifier(f"kvpool-verify-{local.key}", self._deliver)
-        self.reader = ReaderHalf(fabric.readers, local, options, self.verifier)
-        self.server = ServerHalf(fabric.server, local, source, options)
+        self.helpers = Helpers(f"kvpool-help-{local.key}", self._deliver)
+        memory = DirectMemory(local.segment, options.settings)
+        self.reader = ReaderHalf(fabric.readers, local, options, self.helpers, memory)
+        self.server = ServerHalf(fabric.server, local, source, options, memory)
         self.loop = ProgressLoop(
             fabric,
             self.reader,
@@ -155,4 +157,4 @@ class UcxTransport:
         if self._running is not None:
             self._running.loop.stop()
             if self._running.loop.join(CLOSE_LIMIT_S):
-                self._running.verifier.stop()
+                self._running.helpers.stop()
