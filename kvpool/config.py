@@ -140,7 +140,7 @@ def load_config(path: Path) -> ClusterConfig:
         data = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or nested without end
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     return parse_config(data)
 

@@ -5,7 +5,6 @@ Needs neither torch nor the model library, so a client on another machine can ha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as _Tokenizer
 
 from kvpool.errors import ModelError, RequestError
+from kvpool.jsontext import parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +44,19 @@ def read_tokenizer_files(path: Path, model: str) -> TokenizerFiles:
     try:
         tokenizer_json = (path / "tokenizer.json").read_text()
         config_path = path / "tokenizer_config.json"
-        config = json.loads(config_path.read_text()) if config_path.exists() else {}
+        config = parse_json(config_path.read_bytes()) if config_path.exists() else {}
+        if not isinstance(config, Mapping):
+            raise ValueError("tokenizer_config.json is no object")
         template_path = path / "chat_template.jinja"
         template = template_path.read_text() if template_path.exists() else config.get("chat_template")
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ModelError(f"model {model}: cannot read its tokenizer ({error}); a fast tokenizer is needed") from error
     special = tuple((name, _content(config[name])) for name in ("bos_token", "eos_token") if config.get(name))
     return TokenizerFiles(model, tokenizer_json, template if isinstance(template, str) else None, special)
 
 
 def _content(token: Any) -> str:
-    return str(token["content"]) if isinstance(token, Mapping) else str(token)
+    return str(token.get("content", "")) if isinstance(token, Mapping) else str(token)
 
 
 class Tokenizer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any
@@ -12,6 +11,8 @@ from kvpool.errors import ConfigError
 from router.planning import Params
 
 FORMAT = "kvpool-params/1"
+MAX_VALUE = 10**18
+"""Of any parameter: 30 years in nanoseconds."""
 
 
 def params_to_dict(params: Params) -> dict[str, Any]:
@@ -82,10 +83,12 @@ def _checked(old: Any, value: Any, place: str, name: str) -> Any:
     if isinstance(old, bool) or isinstance(value, bool):
         good = isinstance(old, bool) and isinstance(value, bool)
     elif isinstance(old, int):
-        good = isinstance(value, int) and value >= 0
+        good = isinstance(value, int) and 0 <= value <= MAX_VALUE
     else:
-        good = isinstance(value, int | float) and math.isfinite(value) and value >= 0.0
+        good = isinstance(value, int | float) and 0 <= value <= MAX_VALUE  # never NaN
     if not good:
         kind = type(old).__name__
-        raise ConfigError(f"{place}.{name} must be a non-negative {kind}, got {value!r}", field=f"{place}.{name}")
+        raise ConfigError(
+            f"{place}.{name} must be a {kind} from 0 to {MAX_VALUE}, got {value!r:.80}", field=f"{place}.{name}"
+        )
     return float(value) if isinstance(old, float) else value

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.errors import RequestError
+from kvpool.jsontext import parse_json
 
 JSONL, PARQUET = ".jsonl", ".parquet"
 
@@ -55,14 +56,15 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     try:
         if path.suffix == PARQUET:
             return _read_parquet(path)
-        return [_parsed(number, line) for number, line in enumerate(path.open(), 1) if line.strip()]
+        with path.open(encoding="utf-8") as lines:
+            return [_parsed(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read the records {path}: {error}", path=str(path)) from error
 
 
 def _parsed(number: int, line: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise RequestError(f"record line {number} is not JSON: {error}", line=number) from error
     if not isinstance(record, dict):

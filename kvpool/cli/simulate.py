@@ -20,6 +20,7 @@ from kvpool.cli.output import JsonOption, console, guarded, print_json, print_ta
 from kvpool.cli.records import read_records
 from kvpool.cli.trace_source import open_trace
 from kvpool.errors import ConfigError, RequestError
+from kvpool.jsontext import parse_json
 from router.parameters import params_from_dict, params_to_dict
 from router.planning import Params
 from router.policies import POLICIES
@@ -328,13 +329,13 @@ def parse_faults(text: str) -> Faults:
     for pair in filter(None, (item.strip() for item in text.split(","))):
         name, _, value = pair.partition("=")
         if name not in known:
-            raise RequestError(f"unknown fault {name!r}; known: {', '.join(known)}", field="faults")
+            raise RequestError(f"unknown fault {name!r:.80}; known: {', '.join(known)}", field="faults")
         try:
             chances[name] = float(value)
         except ValueError:
             chances[name] = -1.0
         if not 0.0 <= chances[name] <= 1.0:
-            raise RequestError(f"the chance of {name} must be from 0 to 1, got {value!r}", field="faults")
+            raise RequestError(f"the chance of {name} must be from 0 to 1, got {value!r:.80}", field="faults")
     return Faults(**chances)  # type: ignore[arg-type]
 
 
@@ -345,7 +346,7 @@ def load_params(path: Path) -> Params:
         ConfigError: the file is missing or wrong.
     """
     try:
-        return params_from_dict(json.loads(path.read_text()))
+        return params_from_dict(parse_json(path.read_bytes()))
     except OSError as error:
         raise ConfigError(f"cannot read the parameters {path}: {error.strerror}", path=str(path)) from error
     except ValueError as error:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import difflib
 import inspect
-import zlib
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -39,10 +37,7 @@ def open_trace(source: str, *, seed: int = 0, spread: bool = True, requests: int
 
 
 def _read(path: Path, seed: int, spread: bool) -> Trace:
-    try:
-        trace = load_trace(path, seed=seed)
-    except (UnicodeDecodeError, OverflowError, zlib.error, csv.Error) as error:
-        raise RequestError(f"cannot read the trace {path}: {error}", path=str(path)) from error
+    trace = load_trace(path, seed=seed)
     return trace.spread(seed) if spread else trace
 
 

@@ -9,10 +9,12 @@ import os
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from kvpool.errors import KVPoolError, RequestError, UnavailableError
+from kvpool.jsontext import parse_json
 
 DEFAULT_NAME = "default"
 
@@ -82,17 +84,25 @@ def read_state(name: str = DEFAULT_NAME) -> ClusterState | None:
     """State of a running cluster, None when there is none. A file left by a dead supervisor is removed."""
     path = state_path(name)
     try:
-        data = json.loads(path.read_text())
-        state = ClusterState(**{**data, "metadata": tuple(data["metadata"])})
+        state = _parsed(parse_json(path.read_bytes()))
         alive = state.alive
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, psutil.Error) as error:
         raise UnavailableError(f"cannot read {path}: {error}; remove it if no cluster runs") from error
     if alive:
         return state
     path.unlink(missing_ok=True)
     return None
+
+
+def _parsed(data: Any) -> ClusterState:
+    state = ClusterState(**{**data, "metadata": tuple(data["metadata"])})
+    texts = (state.name, state.address, state.cluster_dir, state.ray_token, *state.metadata)
+    numbers = isinstance(state.pid, int) and isinstance(state.pid_created_s, int | float)
+    if not numbers or not all(isinstance(text, str) for text in texts):
+        raise ValueError("a value has another type than its name says")
+    return state
 
 
 def remove_state(name: str) -> None:

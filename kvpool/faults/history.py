@@ -18,6 +18,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvpool.errors import RequestError
+from kvpool.faults.shapes import OPTIONAL, REQUIRED, first_wrong
+from kvpool.jsontext import parse_json
 
 KILLED, STOPPED, DRAINED, CORRUPTING = "SIGKILL", "SIGSTOP", "drain", "corrupting transport"
 """Beginnings of a fault's mechanism that say what must follow from it."""
@@ -110,8 +112,8 @@ def read_history(path: Path) -> Iterator[Record]:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 yield parse_record(number, line)
-    except OSError as error:
-        raise RequestError(f"cannot read the history {path}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read the history {path}: {error}") from error
 
 
 def parse_record(number: int, line: str) -> Record:
@@ -121,10 +123,15 @@ def parse_record(number: int, line: str) -> Record:
         RequestError: it is not one.
     """
     try:
-        data = json.loads(line)
-        return Record(number, int(data.pop("at_ns")), Kind(data.pop("kind")), data)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RequestError(f"line {number} is not a record of a history: {error}", line=number) from error
+        data = parse_json(line)
+        record = Record(number, int(data.pop("at_ns")), Kind(data.pop("kind")), data)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise RequestError(f"line {number} is not a record of a history: {error!s:.200}", line=number) from error
+    name = record.kind.value
+    wrong = first_wrong(data, REQUIRED.get(name, {}), OPTIONAL.get(name, {}))
+    if wrong is not None:
+        raise RequestError(f"line {number}: a record of kind {name!r} has no or a malformed {wrong!r}", line=number)
+    return record
 
 
 def history_path(folder: Path, scenarios: Sequence[str], seed: int) -> Path:

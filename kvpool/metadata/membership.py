@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from kvpool.errors import IncompatibleError, RequestError
 from kvpool.metadata.index import DEFAULT_MAX_ENTRIES, DEFAULT_MAX_WORKERS
 from kvpool.reports import WorkerReport
-from kvpool.types import MemberInfo, MemberState
+from kvpool.types import MemberInfo, MemberState, Tier
 
 MAX_NAME_LENGTH = 256
 MAX_ADDRESS_BYTES = 64 * 1024
+MAX_CALIBRATION = 64
 _MS = 1_000_000
 
 
@@ -137,6 +138,14 @@ def check_info(info: MemberInfo) -> None:
     for name, (count, least) in counts.items():
         if count < least:
             raise RequestError(f"{name} must be at least {least}, got {count}", field=name)
+    if len(info.capacity_blocks) > len(Tier) or len(info.calibration) > MAX_CALIBRATION:
+        raise RequestError(
+            f"a member has at most {len(Tier)} tiers and {MAX_CALIBRATION} timed passes, got "
+            f"{len(info.capacity_blocks)} and {len(info.calibration)}",
+            field="capacity_blocks",
+        )
+    if len(info.control_address) > MAX_NAME_LENGTH:
+        raise RequestError(f"control_address has more than {MAX_NAME_LENGTH} characters", field="control_address")
     if len(info.data_address) > MAX_ADDRESS_BYTES:
         raise RequestError(f"data_address has {len(info.data_address)} bytes, more than {MAX_ADDRESS_BYTES}")
 

@@ -23,10 +23,14 @@ from kvpool.errors import (
     TransferError,
     UnavailableError,
 )
+from kvpool.jsontext import parse_json
 
 ERROR_METADATA_KEY = "kvpool-error-bin"
 MAX_ERROR_BYTES = 4096
 """Bound on what an error may carry; HTTP/2 headers are limited to 8 KiB by default."""
+
+MAX_STATUS_CHARS = 1024
+"""Of a status's text, which travels in the same headers."""
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
@@ -93,7 +97,7 @@ def status_of(error: KVPoolError) -> grpc.StatusCode:
 
 def error_metadata(error: KVPoolError) -> tuple[tuple[str, bytes], ...]:
     """Trailing metadata that carries the error; details are left out when they do not fit."""
-    content = {"code": error.code, "message": error.message[: MAX_ERROR_BYTES // 2], "details": error.details}
+    content = {"code": error.code, "message": error.message[: MAX_ERROR_BYTES // 4], "details": error.details}
     raw = json.dumps(content, default=str).encode()
     if len(raw) > MAX_ERROR_BYTES:
         raw = json.dumps({**content, "details": {}}).encode()
@@ -116,9 +120,9 @@ def error_from_rpc(error: grpc.RpcError, address: str) -> Exception:
 
 def _decode(raw: bytes | str, status: grpc.StatusCode, address: str) -> Exception:
     try:
-        content = json.loads(raw)
+        content = parse_json(raw)
         kind = _CLASSES[content["code"]]
-        return kind(content["message"], **content["details"])
+        return kind(str(content["message"]), **content["details"])
     except (ValueError, KeyError, TypeError) as error:
         return UnavailableError(
             f"metadata service at {address} sent a malformed error: {error}", address=address, status=status.name

@@ -22,10 +22,10 @@ import grpc.aio
 from kvpool.errors import CapacityError, InvariantViolation, KVPoolError, RequestError
 from kvpool.metadata import wire
 from kvpool.metadata.events import Delta, MemberChanged, MemberGone
-from kvpool.metadata.rpc import error_metadata, status_of
+from kvpool.metadata.rpc import MAX_STATUS_CHARS, error_metadata, status_of
 from kvpool.metadata.state import DirectoryState
 from kvpool.metadata.v1 import metadata_pb2 as pb
-from kvpool.types import WorkerId
+from kvpool.types import BLOCK_HASH_BYTES, WorkerId
 
 SERVICE_NAME = "kvpool.v1.MetadataService"
 MAX_WATCHERS = 256
@@ -136,9 +136,9 @@ class MetadataService:
 
     async def lookup(self, request: Any) -> Any:
         """See `DirectoryState.lookup`."""
+        if len(request.hashes) > MAX_LOOKUP_BLOCKS * BLOCK_HASH_BYTES:
+            raise RequestError(f"a lookup takes at most {MAX_LOOKUP_BLOCKS} blocks; ask for fewer", field="hashes")
         chain = wire.unpack_hashes(request.hashes)
-        if len(chain) > MAX_LOOKUP_BLOCKS:
-            raise RequestError(f"a lookup takes at most {MAX_LOOKUP_BLOCKS} blocks, got {len(chain)}", field="hashes")
         found = self.state.lookup(chain, request.group)
         return pb.LookupResponse(directory_epoch=self.state.directory_epoch, workers=wire.prefixes_to_wire(found))
 
@@ -324,7 +324,7 @@ def _unary(
         try:
             return await method(request)
         except KVPoolError as error:
-            await context.abort(status_of(error), error.message, error_metadata(error))
+            await context.abort(status_of(error), error.message[:MAX_STATUS_CHARS], error_metadata(error))
         except InvariantViolation as error:
             service.fail(error)
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
@@ -340,7 +340,7 @@ def _stream(
             async for response in method(request):
                 yield response
         except KVPoolError as error:
-            await context.abort(status_of(error), error.message, error_metadata(error))
+            await context.abort(status_of(error), error.message[:MAX_STATUS_CHARS], error_metadata(error))
         except InvariantViolation as error:
             service.fail(error)
             await context.abort(grpc.StatusCode.INTERNAL, str(error))

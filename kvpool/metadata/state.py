@@ -171,7 +171,7 @@ class DirectoryState:
         member = self._members.get(worker_id)
         if member is None:
             known = ", ".join(sorted(self._members)) or "none"
-            raise RequestError(f"no member is called {worker_id!r}; members: {known}", worker=worker_id)
+            raise RequestError(f"no member is called {worker_id!r:.80}; members: {known:.500}", worker=worker_id[:80])
         return member.info.key, self._drain(member, True)
 
     def leave(self, key: WorkerKey) -> Deltas:

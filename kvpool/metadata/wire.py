@@ -6,6 +6,7 @@ when it is malformed. Writing never fails.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -66,6 +67,14 @@ MAX_BATCH_BLOCKS = 65_536
 """Blocks that one batch may carry: a larger one would hold up the service's other callers."""
 
 MAX_GROUPS = 64
+MAX_ID_LENGTH = 256
+"""Characters of a worker's id: the directory remembers ids, so they must not be books."""
+
+MAX_REPORT_BYTES = 4 * 1024 * 1024
+"""The directory keeps the newest report of every worker; the largest that `workers.reporter` makes has about 1 MB."""
+
+_HASHES_AT_ONCE = 512  # a format is compiled and kept by `struct` for every length: 32 bytes a hash
+_MANY = struct.Struct(f"{BLOCK_HASH_BYTES}s" * _HASHES_AT_ONCE)
 
 
 def pack_hashes(hashes: Iterable[BlockHash]) -> bytes:
@@ -84,7 +93,10 @@ def unpack_hashes(packed: bytes) -> tuple[BlockHash, ...]:
         raise RequestError(
             f"hashes has {len(packed)} bytes, which is no multiple of {BLOCK_HASH_BYTES}", field="hashes"
         )
-    return struct.unpack(f"{BLOCK_HASH_BYTES}s" * count, packed)
+    whole = count - count % _HASHES_AT_ONCE
+    unpacked = list(itertools.chain.from_iterable(_MANY.iter_unpack(packed[: whole * BLOCK_HASH_BYTES])))
+    unpacked.extend(struct.unpack_from(f"{BLOCK_HASH_BYTES}s" * (count - whole), packed, whole * BLOCK_HASH_BYTES))
+    return tuple(unpacked)
 
 
 # -- keys and members -----------------------------------------------------------------------------------------------
@@ -99,6 +111,8 @@ def key_from_wire(message: Message) -> WorkerKey:
     """Message → `WorkerKey`."""
     if not message.worker_id:
         raise RequestError("worker_id is empty", field="worker_id")
+    if len(message.worker_id) > MAX_ID_LENGTH:
+        raise RequestError(f"worker_id has more than {MAX_ID_LENGTH} characters", field="worker_id")
     return WorkerKey(WorkerId(message.worker_id), WorkerEpoch(message.worker_epoch))
 
 
@@ -295,6 +309,8 @@ def report_to_wire(report: WorkerReport) -> Message:
 
 def report_from_wire(message: Message) -> WorkerReport:
     """Message → `WorkerReport`."""
+    if message.ByteSize() > MAX_REPORT_BYTES:
+        raise RequestError(f"a report has more than {MAX_REPORT_BYTES} bytes; report more often", field="report")
     return WorkerReport(
         key=key_from_wire(message.key),
         sequence=message.sequence,
@@ -376,7 +392,7 @@ def placement_from_wire(message: Message, members: Sequence[MemberView]) -> Plac
         raise RequestError(f"a placement names a member beyond the {len(members)} of the header", field="holders")
     return Placement(
         tuple((members[item.member].info.key, _tier(item.tier), item.incoming) for item in message.holders),
-        message.group,
+        _group(message.group),
         unpack_hashes(message.hashes),
         message.linked,
     )

@@ -2,7 +2,8 @@
 
 The native format is Mooncake's: one JSON object a line with ``timestamp`` (ms), ``input_length``, ``output_length``
 (tokens) and ``hash_ids``, chained ids of the prompt's blocks of 512 tokens, the last of which may be partial. Equal
-ids mean equal prefixes. Files may be plain, ``.gz`` or ``.xz``.
+ids mean equal prefixes. Files may be plain, ``.gz`` or ``.xz``. Files, lines, prompts and traces have bounds, so that
+a small file cannot unpack to more than a machine holds.
 """
 
 from __future__ import annotations
@@ -10,18 +11,24 @@ from __future__ import annotations
 import csv
 import gzip
 import itertools
-import json
 import lzma
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, TextIO
 
 from kvpool.errors import RequestError
+from kvpool.jsontext import parse_json
 
 MOONCAKE_BLOCK_TOKENS = 512
 MS_NS = 1_000_000
+MAX_FILE_CHARS = 1 << 30
+MAX_LINE_CHARS = 1 << 24
+MAX_REQUEST_TOKENS = 1 << 24
+MAX_TRACE_BLOCKS = 1 << 25
+MAX_TIME_NS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +107,11 @@ def load_trace(path: Path, *, seed: int = 0) -> Trace:
     """
     try:
         with _open_text(path) as stream:
+            lines = _bounded(path.name, stream)
             if ".csv" in path.suffixes:
-                return _from_csv(path.name, stream, seed)
-            return from_mooncake(path.name, stream)
-    except (OSError, EOFError, lzma.LZMAError) as error:
+                return _from_csv(path.name, lines, seed)
+            return from_mooncake(path.name, lines)
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         raise RequestError(f"cannot read the trace {path}: {error}", path=str(path)) from error
 
 
@@ -113,28 +121,58 @@ def from_mooncake(name: str, lines: Iterable[str]) -> Trace:
     Raises:
         RequestError: a line is malformed.
     """
-    requests = [_mooncake_request(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    counted = _Counted()
+    requests = [counted.take(*_mooncake_request(number, line)) for number, line in enumerate(lines, 1) if line.strip()]
     if not requests:
         raise RequestError(f"the trace {name} holds no request", trace=name)
     requests.sort(key=lambda item: item.arrival_ns)
     return Trace(name, MOONCAKE_BLOCK_TOKENS, tuple(requests))
 
 
-def _mooncake_request(number: int, line: str) -> TraceRequest:
+def _mooncake_request(number: int, line: str) -> tuple[int, TraceRequest]:
     try:
-        data = json.loads(line)
+        data = parse_json(line)
         blocks = tuple(int(value) for value in data["hash_ids"])
         made = TraceRequest(
             round(float(data["timestamp"]) * MS_NS), int(data["input_length"]), int(data["output_length"]), blocks
         )
-    except (ValueError, TypeError, KeyError) as error:
-        raise RequestError(f"trace line {number} is malformed: {error!r}", line=number) from error
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise RequestError(f"trace line {number} is malformed: {error!r:.200}", line=number) from error
     covered = -(-made.prompt_tokens // MOONCAKE_BLOCK_TOKENS)
     if made.prompt_tokens < 1 or made.arrival_ns < 0 or len(blocks) != covered:
         raise RequestError(
             f"trace line {number}: {made.prompt_tokens} tokens need {covered} hash_ids, got {len(blocks)}", line=number
         )
-    return replace(made, output_tokens=max(1, made.output_tokens))
+    return number, replace(made, output_tokens=max(1, made.output_tokens))
+
+
+class _Counted:
+    """Keeps a trace inside its bounds while it is read."""
+
+    def __init__(self) -> None:
+        self._blocks = 0
+
+    def take(self, number: int, request: TraceRequest) -> TraceRequest:
+        """The request of a line, checked.
+
+        Raises:
+            RequestError: a number is out of range, or the trace is too large.
+        """
+        self.check(number, request.arrival_ns, request.prompt_tokens, request.output_tokens)
+        return request
+
+    def check(self, number: int, arrival_ns: int, prompt_tokens: int, output_tokens: int) -> None:
+        """As `take`, before the request is made."""
+        if max(prompt_tokens, output_tokens) > MAX_REQUEST_TOKENS or abs(arrival_ns) > MAX_TIME_NS:
+            raise RequestError(
+                f"trace line {number}: a length is above {MAX_REQUEST_TOKENS} tokens, or the time out of range",
+                line=number,
+            )
+        self._blocks += -(-prompt_tokens // MOONCAKE_BLOCK_TOKENS)
+        if self._blocks > MAX_TRACE_BLOCKS:
+            raise RequestError(
+                f"the trace has more than {MAX_TRACE_BLOCKS} blocks; cut it at line {number}", line=number
+            )
 
 
 _CSV_TIME = ("TIMESTAMP", "Timestamp", "timestamp", "arrival_s")
@@ -142,22 +180,23 @@ _CSV_PROMPT = ("ContextTokens", "Request tokens", "input_length", "prompt_tokens
 _CSV_OUTPUT = ("GeneratedTokens", "Response tokens", "output_length", "output_tokens")
 
 
-def _from_csv(name: str, stream: TextIO, seed: int) -> Trace:
+def _from_csv(name: str, lines: Iterable[str], seed: int) -> Trace:
     """Lengths and times from the CSV; prefixes, which such traces lack, are drawn as multi-turn conversations."""
-    rows = csv.DictReader(stream)
+    rows = csv.DictReader(lines)
     columns = rows.fieldnames or []
     time_key = _pick(columns, _CSV_TIME)
     prompt_key, output_key = _pick(columns, _CSV_PROMPT), _pick(columns, _CSV_OUTPUT)
-    drawn = _Conversations(Random(seed))
+    drawn, counted = _Conversations(Random(seed)), _Counted()
     requests = []
     for number, row in enumerate(rows, 2):
         try:
             arrival_ns = round(_seconds(row[time_key]) * 1e9)
             prompt, output = int(float(row[prompt_key])), int(float(row[output_key]))
-        except (ValueError, TypeError) as error:
-            raise RequestError(f"trace line {number} is malformed: {error!r}", line=number) from error
+        except (ValueError, TypeError, OverflowError) as error:
+            raise RequestError(f"trace line {number} is malformed: {error!r:.200}", line=number) from error
         if prompt < 1:
             continue  # BurstGPT logs failed calls with no tokens
+        counted.check(number, arrival_ns, prompt, output)
         requests.append(TraceRequest(arrival_ns, prompt, max(1, output), drawn.blocks(prompt)))
     if not requests:
         raise RequestError(f"the trace {name} holds no request", trace=name)
@@ -169,7 +208,9 @@ def _from_csv(name: str, stream: TextIO, seed: int) -> Trace:
 def _pick(columns: Iterable[str], names: tuple[str, ...]) -> str:
     found = next((name for name in names if name in columns), None)
     if found is None:
-        raise RequestError(f"the CSV trace has none of the columns {', '.join(names)}", columns=list(columns))
+        raise RequestError(
+            f"the CSV trace has none of the columns {', '.join(names)}", columns=", ".join(columns)[:200]
+        )
     return found
 
 
@@ -211,7 +252,24 @@ class _Conversations:
 
 def _open_text(path: Path) -> Any:
     if path.suffix == ".xz":
-        return lzma.open(path, "rt")
+        return lzma.open(path, "rt", encoding="utf-8")
     if path.suffix == ".gz":
-        return gzip.open(path, "rt")
-    return path.open()
+        return gzip.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
+def _bounded(name: str, stream: TextIO) -> Iterator[str]:
+    """Lines of a stream, never more than one of bounded length in memory.
+
+    Raises:
+        RequestError: a line or the whole is too long.
+    """
+    read_chars = 0
+    while line := stream.readline(MAX_LINE_CHARS):
+        read_chars += len(line)
+        if len(line) == MAX_LINE_CHARS or read_chars > MAX_FILE_CHARS:
+            raise RequestError(
+                f"the trace {name} unpacks to more than {MAX_FILE_CHARS} characters, or has a line of {MAX_LINE_CHARS}",
+                trace=name,
+            )
+        yield line
