@@ -1,7 +1,8 @@
 """The Ray shell around the router core: feeds it the directory's news, answers clients. No decision lives here.
 
 A restarted actor watches the metadata service again and is whole as soon as the first snapshot is in; what it had
-promised and recorded is gone, which costs accuracy, never a request.
+learned comes from a file (`router.keeper`); what it had promised and recorded is gone, which costs accuracy, never a
+request.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Any, Protocol
 
 import ray
@@ -24,6 +26,7 @@ from kvpool.reports import WorkerReport
 from kvpool.request import GenerateRequest
 from kvpool.types import MemberInfo, MemberState, RequestId, WorkerKey
 from router.core import RequestMeta, RouterCore
+from router.keeper import Keeper
 from router.signals import Features
 
 MAX_CONCURRENT_CALLS = 1000
@@ -45,9 +48,15 @@ class ServedModel(Protocol):
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=MAX_CONCURRENT_CALLS)
 class RouterActor:
-    """One router. The core is guarded by a lock, since news comes on the watcher's thread."""
+    """One router. The core is guarded by a lock, since news comes on the watcher's thread.
 
-    def __init__(self, config: RouterConfig, info: ServedModel) -> None:
+    Args:
+        config: its settings.
+        info: what the cluster serves.
+        cluster_dir: where to keep what was learned, if that directory exists on this node.
+    """
+
+    def __init__(self, config: RouterConfig, info: ServedModel, cluster_dir: str | None = None) -> None:
         self._info = info
         self._started_ns = time.time_ns()
         self._lock = threading.Lock()
@@ -60,7 +69,12 @@ class RouterActor:
             max_records=config.max_records,
             router_id=f"r{self._started_ns:x}",
         )
+        self._keeper = Keeper(None if cluster_dir is None else Path(cluster_dir), self._learned, self._core.restore)
         self._watcher.start()
+
+    def _learned(self) -> tuple[int, dict[str, Any]]:
+        with self._lock:
+            return self._core.learned()
 
     def _on_member(self, info: MemberInfo, state: MemberState | None) -> None:
         with self._lock:
@@ -126,7 +140,7 @@ class RouterActor:
         """Counters, learned curves, and whether the directory is reachable."""
         with self._lock:
             status = self._core.status()
-        return {**status, "metadata": self._watcher.status()}
+        return {**status, "learned": self._keeper.status(), "metadata": self._watcher.status()}
 
     async def audit(self) -> dict[str, str]:
         """For every member, a digest of the blocks that this router believes it holds; see `WorkerActor.audit`."""
@@ -138,5 +152,6 @@ class RouterActor:
         return os.getpid()
 
     async def stop(self) -> None:
-        """Stop watching. May be repeated."""
+        """Stop watching, and save what was learned. May be repeated."""
         await asyncio.to_thread(self._watcher.close)
+        await asyncio.to_thread(self._keeper.stop)

@@ -21,15 +21,14 @@ from kvpool.reports import LoadSample, RequestOutcome, WorkerReport
 from kvpool.types import BlockHash, MemberInfo, MemberState, RequestId, Tier, WorkerId, WorkerKey
 from router import cost
 from router.decide import Decision
-from router.estimators import FailureEstimators, LinkEstimators, PrefillEstimators
 from router.fleet import Fleet
+from router.learned import Learned
 from router.ledger import Ledger
 from router.policies import Policy, make_policy
 from router.record import DecisionRecord, RecordStore, explain_lines
 from router.signals import Features, Footprint, RequestView, Snapshot, WorkerView
 
 NOT_THE_HOLDERS_FAULT = frozenset({TransferCancelledError.code, CapacityError.code})
-STATE_VERSION = 1
 
 
 class Directory(Protocol):
@@ -90,10 +89,8 @@ class RouterCore:
         self._features = features or Features()
         self._rng = rng or Random(0)
         self._router_id = router_id
-        self._prefills = PrefillEstimators()
-        self._links = LinkEstimators()
-        self._failures = FailureEstimators()
-        self._fleet = Fleet(self._links)
+        self._learned = Learned()
+        self._fleet = Fleet(self._learned.links)
         self._ledger = Ledger()
         self._records = RecordStore(max_records)
         self._keys: tuple[WorkerKey, ...] = ()
@@ -166,7 +163,7 @@ class RouterCore:
             prefixes=self._directory.prefixes(chain) if chain else {},
             footprint=self._footprint,
             links=self._fleet,
-            failures=self._failures,
+            failures=self._learned.failures,
             fastest=self._fleet.fastest(),
             oldest_report_ns=self._fleet.oldest_report_ns(),
             features=self._features,
@@ -198,10 +195,8 @@ class RouterCore:
         )
         self._capacity[key] = next((blocks for blocks in info.capacity_blocks if blocks), 0)
         self._tiers[key] = next((tier for tier in Tier if info.capacity_blocks[tier]), Tier.HOST)
-        if self._fleet.get(key) is None:
-            for sample in info.calibration:
-                self._prefills.observe(key.worker_id, sample.new_tokens, sample.context_tokens, sample.elapsed_ns)
-        self._fleet.put(view, self._prefills.curve(key.worker_id))
+        self._learned.member(info)
+        self._fleet.put(view, self._learned.prefills.curve(key.worker_id))
         self._fleet.set_totals(key, self._ledger.totals(key))
         self._keys = tuple(view.key for view in self._fleet.workers)
 
@@ -217,7 +212,7 @@ class RouterCore:
         self._sequences[key] = report.sequence
         now_ns = self._clock_ns()
         for prefill in report.prefills:
-            self._prefills.observe(
+            self._learned.prefill(
                 key.worker_id,
                 prefill.new_tokens,
                 prefill.context_tokens,
@@ -228,7 +223,7 @@ class RouterCore:
             self._learn_load(key, load, now_ns)
         for outcome in report.outcomes:
             self.outcome(outcome)
-        curve = self._prefills.curve(key.worker_id).beside(report.load.running_requests)
+        curve = self._learned.prefills.curve(key.worker_id).beside(report.load.running_requests)
         work_ns = cost.queue_ns(report.load, curve)
         self._ledger.on_report(key, work_ns, report.load.served_request_ids, now_ns)
         self._fleet.set_load(key, report.load, now_ns)
@@ -298,19 +293,19 @@ class RouterCore:
             "counters": dict(self._counters),
         }
 
-    def learned(self) -> dict[str, Any]:
-        """What to keep across a restart; JSON-serialisable."""
-        return {"version": STATE_VERSION, "prefills": self._prefills.to_dict(), "links": self._links.to_dict()}
+    def learned(self) -> tuple[int, dict[str, Any]]:
+        """A number that grows with everything learned, and what to keep across a restart, JSON-serialisable."""
+        return self._learned.observations, self._learned.to_dict(self._clock_ns())
 
-    def restore(self, data: Mapping[str, Any]) -> bool:
-        """Take over what `learned` saved; False (and nothing changes) when it is of another version."""
-        if data.get("version") != STATE_VERSION:
+    def restore(self, data: Mapping[str, Any], age_ns: int = 0) -> bool:
+        """Take over what `learned` gave ``age_ns`` ago; False (and nothing changes) when it cannot be used."""
+        made = Learned.from_dict(data, self._clock_ns(), age_ns)
+        if made is None:
             return False
-        self._prefills.restore(data["prefills"])
-        self._links.restore(data["links"], self._clock_ns())
+        self._learned = made
+        self._fleet.use_links(made.links)
         for view in self._fleet.workers:
-            self._fleet.set_curve(view.key, self._prefills.curve(view.key.worker_id))
-            self._fleet.links_changed(view.key.worker_id)
+            self._fleet.set_curve(view.key, made.prefills.curve(view.key.worker_id))
         return True
 
     # ---- private
@@ -336,23 +331,20 @@ class RouterCore:
         )
 
     def _learn_load(self, reader: WorkerKey, load: LoadSample, now_ns: int) -> None:
-        """A load that was given up half-way timed the bytes that came: a link that never keeps up is learned too."""
         holder = load.holder
-        tier = self._tiers.get(holder)
-        if tier is not None and load.bytes and load.failure in (None, TransferCancelledError.code):
-            self._links.observe((holder.worker_id, reader.worker_id, tier), load.bytes, load.elapsed_ns, now_ns)
+        if self._learned.load(reader.worker_id, load, self._tiers.get(holder), now_ns):
             self._fleet.links_changed(holder.worker_id)
         if load.failure is None:
-            self._failures.observe(holder, False, now_ns)
+            self._learned.failures.observe(holder, False, now_ns)
             return
         self._failures_by_kind[load.failure] += 1
         self._failures_by_link[holder.worker_id, reader.worker_id, load.failure] += 1
         if load.failure not in NOT_THE_HOLDERS_FAULT:
-            self._failures.observe(holder, True, now_ns)
+            self._learned.failures.observe(holder, True, now_ns)
 
     def _forget(self, key: WorkerKey) -> None:
         self._ledger.forget(key, self._clock_ns())
-        self._failures.forget(key)
+        self._learned.forget(key)
         self._sequences.pop(key, None)
         self._capacity.pop(key, None)
         self._tiers.pop(key, None)
@@ -364,7 +356,7 @@ class RouterCore:
 
     def _worker_status(self, position: int, now_ns: int) -> dict[str, Any]:
         view, columns = self._fleet.workers[position], self._fleet.columns
-        curve = self._prefills.curve(view.key.worker_id)
+        curve = self._learned.prefills.curve(view.key.worker_id)
         return {
             "worker": str(view.key),
             "role": view.role.value,
@@ -376,8 +368,8 @@ class RouterCore:
             "prefill_us_per_token": curve.token_ns / 1e3,
             "prefill_ps_per_pair": curve.pair_ns * 1e3,
             "prefill_ns_per_token_and_decoding_request": curve.beside_ns,
-            "prefill_samples": self._prefills.samples(view.key.worker_id),
-            "load_failure_probability": self._failures.probability(view.key, now_ns),
+            "prefill_samples": self._learned.prefills.samples(view.key.worker_id),
+            "load_failure_probability": self._learned.failures.probability(view.key, now_ns),
             "counters": self._worker_counters.get(view.key, {}),
         }
 
@@ -392,5 +384,5 @@ class RouterCore:
                 "samples": samples,
                 "bytes": num_bytes,
             }
-            for (holder, reader, tier), (curve, samples, num_bytes) in sorted(self._links.known().items())
+            for (holder, reader, tier), (curve, samples, num_bytes) in sorted(self._learned.links.known().items())
         ]

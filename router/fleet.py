@@ -135,6 +135,11 @@ class Fleet:
             self._oldest_report_ns = float(self.columns.reported_ns.min())
         return self._oldest_report_ns
 
+    def use_links(self, links: LinkEstimators) -> None:
+        """Links come from here from now on."""
+        self._links = links
+        self._rows.clear()
+
     def links_changed(self, holder: WorkerId) -> None:
         """A link from this holder was observed."""
         for tier in Tier:

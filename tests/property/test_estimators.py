@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.types import Tier, WorkerId
-from router.estimators import LinkEstimators, PrefillEstimators, nonnegative_least_squares
+from router.estimators import LinkEstimators, PrefillEstimators
+from router.fit import nonnegative_least_squares
 
 A, B = WorkerId("a"), WorkerId("b")
 tokens = st.integers(1, 200_000)

@@ -18,8 +18,8 @@ from router.estimators import (
     LinkEstimators,
     PrefillCurve,
     PrefillEstimators,
-    nonnegative_least_squares,
 )
+from router.fit import nonnegative_least_squares
 
 S = 1_000_000_000
 MS = 1_000_000
@@ -169,12 +169,27 @@ def test_learned_state_survives_a_restart_through_json() -> None:
     feed_link(links, LinkCurve(1.0 * MS, 0.1), 40)
     again, links_again = PrefillEstimators(), LinkEstimators()
     again.restore(json.loads(json.dumps(prefills.to_dict())))
-    links_again.restore(json.loads(json.dumps(links.to_dict())), now_ns=40 * MS)
+    links_again.restore(json.loads(json.dumps(links.to_dict(10))), shift_ns=0)
     assert again.curve(A) == prefills.curve(A)
     assert links_again.curve(A, B, Tier.DEVICE, 40 * MS) == links.curve(A, B, Tier.DEVICE, 40 * MS)
     feed_prefills(prefills, QWEN3_8B, 5, noise=0.05, seed=9)
     feed_prefills(again, QWEN3_8B, 5, noise=0.05, seed=9)
     assert again.curve(A) == prefills.curve(A)
+
+
+def test_a_restored_link_is_as_old_as_it_was_and_fades_on() -> None:
+    links, again = LinkEstimators(), LinkEstimators()
+    feed_link(links, LinkCurve(1.0 * MS, 50.0), 40)
+    again.restore(json.loads(json.dumps(links.to_dict(10))), shift_ns=-7000 * MS)
+    later = 60_000 * MS
+    assert again.curve(A, B, Tier.DEVICE, later - 7000 * MS) == links.curve(A, B, Tier.DEVICE, later)
+
+
+def test_only_the_links_observed_last_are_saved() -> None:
+    links = LinkEstimators()
+    for i, reader in enumerate("xyz"):
+        links.observe((A, WorkerId(reader), Tier.DEVICE), 1000, 1000, i)
+    assert {link[1] for link in links.to_dict(2)["links"]} == {"y", "z"}
 
 
 def test_links_are_bounded_and_the_oldest_leaves() -> None:

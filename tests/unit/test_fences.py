@@ -53,6 +53,8 @@ PURE = (
     "router/cost.py",
     "router/decide.py",
     "router/ledger.py",
+    "router/fit.py",
+    "router/learned.py",
     "router/record.py",
     "workers/scheduler.py",
     "workers/block_table.py",

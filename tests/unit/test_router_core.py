@@ -230,7 +230,7 @@ def test_records_and_status_and_learned_state_are_json() -> None:
     data = json.loads(json.dumps(record.to_dict()))
     assert len(data["candidates"]) == 3  # redo everywhere; a load to the holder makes no sense
     assert json.loads(json.dumps(core.status()))["decisions"] == {"redo": 1}
-    saved = json.loads(json.dumps(core.learned()))
+    saved = json.loads(json.dumps(core.learned()[1]))
     fresh, _, _ = make_core()
     assert fresh.restore(saved)
     assert fresh.status()["workers"][0]["prefill_us_per_token"] == core.status()["workers"][0]["prefill_us_per_token"]
