@@ -41,6 +41,8 @@ DATA_BIT = 1 << 63
 RUN_BITS = 24
 MAX_PULL_BLOCKS = 4096
 MAX_MESSAGE_BYTES = 1 << 20
+MAX_PID = (1 << 31) - 1
+MAX_ADDRESS = 1 << 56  # of user space, so that sums of addresses and sizes stay numbers of 64 bits
 
 _HEAD = struct.Struct("<HBBQ")  # magic, version, kind, sequence
 _PULL = struct.Struct(
@@ -343,6 +345,8 @@ def _decode_offer(sequence: int, body: memoryview) -> Offer:
     places = runs if pid else 0
     present, raw_sums, raw_runs, raw_places = _split(body[_OFFER.size :], blocks, blocks * 8, runs * 4, places * 8)
     window = Window(pid, cookie_at, cookie, struct.unpack(f"<{places}Q", raw_places)) if pid else None
+    if window and (pid > MAX_PID or max(cookie_at, *window.addresses, 0) > MAX_ADDRESS):
+        raise ValueError("no process or no memory of a process is there")
     sums = struct.unpack(f"<{blocks}Q", raw_sums)
     return Offer(
         sequence=sequence,

@@ -33,6 +33,7 @@ from kvpool.metadata.server import parse_options
 from kvpool.metadata.v1 import metadata_pb2 as pb
 from kvpool.tokenizer import read_tokenizer_files
 from kvpool.transport import wire as data_wire
+from kvpool.transport.compression import Codec, PlanePlan, decode_frame, encode_frame, frame_bound
 from kvpool.types import BlockHash, MemberState, WorkerEpoch, WorkerId, WorkerKey
 from router.openai import ChatBody, CompletionBody, parse_body
 from router.parameters import params_from_dict, params_to_dict
@@ -90,6 +91,7 @@ _HASHES = tuple(BlockHash(bytes([number]) * 16) for number in range(3))
 CONTROL = [
     data_wire.Pull(5, 6, 10**9, _KEYS[0], b"address", _KEYS[1], _HASHES, (0, 64, 128)),
     data_wire.Offer(5, 9, (1, None, 3), (1, 1)),
+    data_wire.Offer(5, 9, (1, None, 3), (1, 1), data_wire.Window(7, 64, 9, (4096, 8192))),
     data_wire.Refuse(5, "stale", "gone"),
     data_wire.Grant(5, 6, 2),
     data_wire.Stop(5, 6),
@@ -125,6 +127,7 @@ HISTORY: list[dict[str, Any]] = [
 ]
 CLUSTER = dataclasses.asdict(state.ClusterState("x", "h:1", ("h:2",), os.getpid(), 0.0, "/tmp/none"))
 CONFIG = {"workers": [{"count": 2, "engine": {"num_blocks": 5}}], "metadata": {"lease_ms": 500}, "router": {}}
+FRAME_BYTES = 256
 TOML = b'[[workers]]\ncount = 2\nrole = "mixed"\n[workers.engine]\nnum_blocks = 64\n[metadata]\nreplicas = 2\n'
 COMPLETION = {"prompt": "x", "max_tokens": 3, "stop": ["a"], "stream_options": {"include_usage": True}, "seed": 1}
 CHAT = {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2, "logprobs": True, "temperature": 0.5}
@@ -138,6 +141,16 @@ RPC_ERROR = {"code": StaleError.code, "message": "m", "details": {"reason": "x"}
 def _offered_runs(case: Case) -> Any:
     found = data_wire.decode(case.fed)
     return data_wire.runs_of_offer(found, [0, 64, 128, 192], 64) if isinstance(found, data_wire.Offer) else found
+
+
+def _frames() -> list[bytes]:
+    """Valid frames of `FRAME_BYTES` bytes, one a codec."""
+    raw = memoryview(b"\x01\x02\x03\x04" * (FRAME_BYTES // 4))
+    made = []
+    for planes in ((Codec.ZSTD,), (Codec.LZ4, Codec.RAW), (Codec.RAW,) * 3):
+        into = memoryview(bytearray(frame_bound(FRAME_BYTES)))
+        made.append(bytes(into[: encode_frame(raw, PlanePlan(planes), into)]))
+    return made
 
 
 def _read_state(case: Case) -> Any:
@@ -212,6 +225,9 @@ _MESSAGES = {
 }  # fmt: skip
 
 TABLE: tuple[Decoder, ...] = (
+    _direct("kvpool.transport.compression.decode_frame",
+            lambda raw: decode_frame(memoryview(raw), memoryview(bytearray(FRAME_BYTES))),
+            st.sampled_from(_frames()).flatmap(mutants)),
     _direct("kvpool.jsontext.parse_json", parse_json, json_files(MOONCAKE), ValueError),
     Decoder("kvpool.transport.wire.decode", st.sampled_from(CONTROL).map(data_wire.encode).flatmap(mutants),
             _offered_runs),

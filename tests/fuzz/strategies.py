@@ -108,7 +108,7 @@ def _message(draw: st.DrawFn, kind: Any, overrides: dict[str, st.SearchStrategy[
     for field in kind.DESCRIPTOR.fields:
         if draw(st.integers(0, 5)) == 0:
             continue
-        values = overrides.get(field.name) or _values(field, overrides)
+        values = overrides[field.name] if field.name in overrides else _values(field, overrides)
         many = field.is_repeated if hasattr(field, "is_repeated") else field.label == FieldDescriptor.LABEL_REPEATED
         if many:
             getattr(made, field.name).extend(draw(st.lists(values, max_size=3)))

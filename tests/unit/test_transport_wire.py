@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from kvpool.errors import IntegrityError
 from kvpool.transport.wire import (
+    MAX_ADDRESS,
+    MAX_PID,
     Bye,
     Grant,
     Message,
@@ -27,6 +29,7 @@ from kvpool.transport.wire import (
 from kvpool.types import BlockHash, WorkerEpoch, WorkerId, WorkerKey
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+ADDRESS = st.integers(0, MAX_ADDRESS)
 KEYS = st.builds(WorkerKey, st.text(max_size=20).map(WorkerId), st.integers(0, 2**63).map(WorkerEpoch))
 HASHES = st.binary(min_size=16, max_size=16).map(BlockHash)
 
@@ -46,8 +49,8 @@ def offers(draw: st.DrawFn) -> Offer:
     runs = tuple(draw(st.lists(U32, max_size=8)))
     window = None
     if draw(st.booleans()):
-        addresses = tuple(draw(st.lists(U64, min_size=len(runs), max_size=len(runs))))
-        window = Window(draw(st.integers(1, 2**64 - 1)), draw(U64), draw(U64), addresses)
+        addresses = tuple(draw(st.lists(ADDRESS, min_size=len(runs), max_size=len(runs))))
+        window = Window(draw(st.integers(1, MAX_PID)), draw(ADDRESS), draw(U64), addresses)
     return Offer(draw(U64), draw(U64), checksums, runs, window)
 
 
