@@ -36,7 +36,10 @@ HOLDER = WorkerKey(WorkerId("holder"), WorkerEpoch(3))
 READER = WorkerKey(WorkerId("reader"), WorkerEpoch(1))
 OPTIONS = UcxOptions(
     max_run_bytes=4 * BLOCK,
+    pull_bytes=20 * BLOCK,
+    max_fetch_bytes=3 * BLOCK,
     link_window_bytes=12 * BLOCK,
+    fetch_window_bytes=20 * BLOCK,
     link_window_runs=6,
     open_pulls_per_link=2,
     lease_slack_ns=50 * MS,
@@ -327,7 +330,8 @@ class World:
         self.reader.step(self.now_ns)
         self.server.step(self.now_ns)
         for link in (*self.reader._links.values(), *self.reader._fencing):
-            assert link.in_flight_bytes <= OPTIONS.link_window_bytes, "the window is exceeded"
+            window_bytes = OPTIONS.fetch_window_bytes if link.fetches else OPTIONS.link_window_bytes
+            assert link.in_flight_bytes <= window_bytes, "the window is exceeded"
         if self.rng.random() < 0.5:
             self.helpers.run_one(self.now_ns)
         self._retire()

@@ -115,9 +115,10 @@ class ReaderHalf:
             return
         reading = Reading(task, link, last_progress_ns=now_ns)
         link.readings.add(reading)
-        for base in range(0, len(task.request.blocks), MAX_PULL_BLOCKS):
+        step = min(MAX_PULL_BLOCKS, max(1, self._options.pull_bytes // self._block_bytes))
+        for base in range(0, len(task.request.blocks), step):
             sequence = next(self._sequences)
-            pull = OpenPull(sequence, reading, base, min(MAX_PULL_BLOCKS, len(task.request.blocks) - base))
+            pull = OpenPull(sequence, reading, base, min(step, len(task.request.blocks) - base))
             bisect.insort(link.waiting, (task.request.urgency_ns, sequence, pull), key=lambda item: item[:2])
             reading.pulls_left += 1
         self._ask(link, now_ns)
@@ -287,12 +288,12 @@ class ReaderHalf:
         ]
         ready.sort(key=lambda item: item[:2])
         for _, _, link, pull in ready:
+            if pull.window is not None:
+                self._fetch(link, pull, pull.window)
+                continue
             if link.in_flight_bytes > self._options.link_window_bytes // 2:
                 continue  # a message per freed run would cost more than it gains
             if len(link.posted) > self._options.link_window_runs // 2:
-                continue
-            if pull.window is not None:
-                self._fetch(link, pull, pull.window)
                 continue
             before = pull.granted
             try:
@@ -310,10 +311,13 @@ class ReaderHalf:
         if not link.connection.alive or len(link.posted) >= self._options.link_window_runs:
             return False
         size = pull.runs[pull.granted].blocks * self._block_bytes
-        fits_link = link.in_flight_bytes == 0 or link.in_flight_bytes + size <= self._options.link_window_bytes
+        fits_link = link.in_flight_bytes == 0 or link.in_flight_bytes + size <= self._window_of(link)
         # What a fence still holds is not on its way any more and must not starve the living links.
         total = sum(other.in_flight_bytes for other in self._links.values())
         return fits_link and (total == 0 or total + size <= self._options.process_window_bytes)
+
+    def _window_of(self, link: Link) -> int:
+        return self._options.fetch_window_bytes if link.fetches else self._options.link_window_bytes
 
     def _post(self, link: Link, pull: OpenPull) -> None:
         tag = data_tag(pull.sequence, pull.granted)
@@ -323,20 +327,24 @@ class ReaderHalf:
 
     def _fetch(self, link: Link, pull: OpenPull, window: Window) -> None:
         """Let the helpers fetch what fits, some runs at a time."""
-        reading = pull.reading
         while self._fits(link, pull):
             first, flights, size = pull.granted, [], 0
             while size < FETCH_BYTES and self._fits(link, pull):
                 flights.append(self._launch(link, pull))
                 size += flights[-1].run_bytes
-            fragments = [
-                Fragment(address, flight.offset, self._check_of(flight))
-                for address, flight in zip(window.addresses[first:], flights, strict=False)
-            ]
             self._helpers.submit(
-                functools.partial(self._memory.fetch, window, fragments, lambda: reading.gave_up_ns is None),
+                functools.partial(self._fetch_now, window, first, flights),
                 functools.partial(self._take_fetched, link, flights),
             )
+
+    def _fetch_now(self, window: Window, first: int, flights: list[Flight]) -> Fetched:
+        """On a helper's thread."""
+        reading = flights[0].pull.reading
+        fragments = [
+            Fragment(window.addresses[first + step], flight.offset, self._check_of(flight))
+            for step, flight in enumerate(flights)
+        ]
+        return self._memory.fetch(window, fragments, lambda: reading.gave_up_ns is None)
 
     def _launch(self, link: Link, pull: OpenPull) -> Flight:
         assert pull.runs is not None

@@ -57,8 +57,11 @@ class UcxOptions:
     Attributes:
         settings: extra UCX settings without the ``UCX_`` prefix, for example ``{"TLS": "tcp"}``.
         max_run_bytes: longest data message; the granularity of progress, order and cancellation.
+        pull_bytes: blocks asked for in one message; the holder answers for the next part of a batch while this part is
+            on its way.
         max_fetch_bytes: longest run that a reader on the same host fetches at once.
         link_window_bytes: granted and not yet arrived bytes per peer.
+        fetch_window_bytes: the same where this end fetches, which is over sooner and costs the peer nothing.
         process_window_bytes: the same over all peers.
         link_window_runs: granted and not yet arrived messages per peer.
         open_pulls_per_link: pulls a peer holds leases for at once; more wait here by urgency.
@@ -75,8 +78,10 @@ class UcxOptions:
 
     settings: Mapping[str, str] = field(default_factory=dict)
     max_run_bytes: int = 8 * MIB
+    pull_bytes: int = 16 * MIB
     max_fetch_bytes: int = 512 * KIB
     link_window_bytes: int = 32 * MIB
+    fetch_window_bytes: int = 64 * MIB
     process_window_bytes: int = 128 * MIB
     link_window_runs: int = 64
     open_pulls_per_link: int = 16
