@@ -26,6 +26,7 @@ from router.fit import Features, RelativeFit
 PREFILL_FORGETTING = 0.99
 LINK_FORGETTING = 0.9
 LINK_HALF_LIFE_NS = 60_000_000_000  # an unobserved link fades to its parent with this half-life
+MAX_MOMENT_NS = 1 << 62
 FAILURE_HALF_LIFE_NS = 30_000_000_000
 FAILURE_PRIOR = 0.01
 FAILURE_PRIOR_WEIGHT = 2.0
@@ -253,9 +254,9 @@ class LinkEstimators:
             ValueError, KeyError, TypeError, AttributeError: it did not save this; drop the object then.
         """
         for name, (last_ns, saved) in data["tiers"].items():
-            self._tiers[Tier[name]] = self._restored(saved, Tier[name], 0, int(last_ns) + shift_ns)
+            self._tiers[Tier[name]] = self._restored(saved, Tier[name], 0, _moment(last_ns, shift_ns))
         for holder, reader, name, num_bytes, last_ns, saved in data["links"][: self._max_links]:
-            link = self._restored(saved, Tier[name], int(num_bytes), int(last_ns) + shift_ns)
+            link = self._restored(saved, Tier[name], int(num_bytes), _moment(last_ns, shift_ns))
             self._links[(WorkerId(holder), WorkerId(reader), Tier[name])] = link
         self._best.clear()
 
@@ -355,7 +356,19 @@ class FailureEstimators:
             if not (0.0 <= failed < math.inf and failed <= tried < math.inf):
                 raise ValueError("a saved failure rate is out of range")
             key = WorkerKey(WorkerId(worker_id), WorkerEpoch(int(epoch)))
-            self._holders[key] = _Failures(float(failed), float(tried), int(last_ns) + shift_ns)
+            self._holders[key] = _Failures(float(failed), float(tried), _moment(last_ns, shift_ns))
+
+
+def _moment(saved_ns: Any, shift_ns: int) -> int:
+    """A saved moment on our clock.
+
+    Raises:
+        ValueError, TypeError, OverflowError: it is no moment.
+    """
+    moment_ns = int(saved_ns) + shift_ns
+    if abs(moment_ns) > MAX_MOMENT_NS:
+        raise ValueError("a saved moment is out of range")
+    return moment_ns
 
 
 def _decay(age_ns: int) -> float:

@@ -71,7 +71,7 @@ def read_learned(path: Path, now_unix_ns: int) -> tuple[dict[str, Any], int]:
             raise UnusableFile("its checksum differs")
         age_ns = max(0, now_unix_ns - int(header["at_unix_ns"]))
         learned = json.loads(body)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, UnusableFile):
             raise
         raise UnusableFile("it is cut or altered") from error

@@ -92,6 +92,6 @@ class Learned:
             made.failures.restore(data["failures"], shift_ns)
             epochs = data["calibrated"].items()
             made._calibrated = {WorkerId(name): WorkerEpoch(int(epoch)) for name, epoch in epochs}
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             return None
         return made

@@ -11,6 +11,7 @@ import gzip
 import json
 import lzma
 import os
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +32,13 @@ from kvpool.metadata.events import MemberView
 from kvpool.metadata.security import Security
 from kvpool.metadata.server import parse_options
 from kvpool.metadata.v1 import metadata_pb2 as pb
+from kvpool.reports import LoadSample
 from kvpool.tokenizer import read_tokenizer_files
 from kvpool.transport import wire as data_wire
 from kvpool.transport.compression import Codec, PlanePlan, decode_frame, encode_frame, frame_bound
-from kvpool.types import BlockHash, MemberState, WorkerEpoch, WorkerId, WorkerKey
+from kvpool.types import BlockHash, MemberState, Tier, WorkerEpoch, WorkerId, WorkerKey
+from router import keeper
+from router.learned import Learned
 from router.openai import ChatBody, CompletionBody, parse_body
 from router.parameters import params_from_dict, params_to_dict
 from router.planning import Params
@@ -72,7 +76,9 @@ def _direct(name: str, function: Callable[[Any], Any], feed: st.SearchStrategy[A
     return Decoder(name, feed, lambda case: function(case.fed), also)
 
 
-def _file(name: str, function: Callable[[Path], Any], feed: st.SearchStrategy[bytes], suffix: str) -> Decoder:
+def _file(
+    name: str, function: Callable[[Path], Any], feed: st.SearchStrategy[bytes], suffix: str, *also: Any
+) -> Decoder:
     """A decoder of files; the bytes are written to one first."""
 
     def call(case: Case) -> Any:
@@ -81,7 +87,7 @@ def _file(name: str, function: Callable[[Path], Any], feed: st.SearchStrategy[by
         found = function(path)
         return list(found) if isinstance(found, Iterable) else found
 
-    return Decoder(name, feed, call)
+    return Decoder(name, feed, call, also)
 
 
 # -- samples: valid inputs ------------------------------------------------------------------------------------------
@@ -153,6 +159,35 @@ def _frames() -> list[bytes]:
     return made
 
 
+def _learned() -> Learned:
+    """Something of everything."""
+    made, (reader, holder) = Learned(), _KEYS
+    for tokens in (16, 64, 300):
+        made.prefill(reader.worker_id, tokens, 0, tokens * 10**5, 0)
+    for size in (10**5, 10**6):
+        made.load(reader.worker_id, LoadSample(holder, size, 4, size), Tier.HOST, 5)
+    made.failures.observe(holder, True, 5)
+    made.member(member())
+    return made
+
+
+def _useful(data: Any) -> Any:
+    """A router that was restored can still say what it knows."""
+    found = Learned.from_dict(data, 10**9, 5) if isinstance(data, dict) else None
+    if found is not None:
+        curve = found.prefills.curve(_KEYS[0].worker_id)
+        assert min(curve.t0_ns, curve.token_ns) >= 0
+        link = found.links.curve(_KEYS[1].worker_id, _KEYS[0].worker_id, Tier.HOST, 10**9)
+        assert min(link.alpha_ns, link.byte_ns) >= 0
+        assert 0 <= found.failures.probability(_KEYS[1], 10**9) <= 1
+        json.dumps(found.to_dict(10**9))
+    return found
+
+
+def _saved(header: Any) -> bytes:
+    return json.dumps(header).encode() + b"\n{}"
+
+
 def _read_state(case: Case) -> Any:
     os.environ["XDG_STATE_HOME"] = str(case.folder)
     try:
@@ -211,6 +246,7 @@ def _lines(raw: bytes) -> list[str]:
     return raw.decode(errors="replace").splitlines()
 
 
+_HEADER = {"format": keeper.FORMAT, "at_unix_ns": 5, "crc32": zlib.crc32(b"{}")}
 _HISTORY_LINES = json_lines(*HISTORY)
 _WHOLE_HISTORIES = spoilt(HISTORY).map(
     lambda found: b"\n".join(json.dumps(line).encode() for line in (found if isinstance(found, list) else [found]))
@@ -263,6 +299,9 @@ TABLE: tuple[Decoder, ...] = (
     _direct("kvpool.faults.history.parse_record", lambda raw: [parse_record(1, line) for line in _lines(raw)],
             _HISTORY_LINES),
     _direct("kvpool.faults.story.read_story", _judged, _WHOLE_HISTORIES),
+    _direct("router.learned.Learned.from_dict", _useful, spoilt(_learned().to_dict(10**9))),
+    _file("router.keeper.read_learned", lambda path: keeper.read_learned(path, 10**9),
+          st.one_of(spoilt(_HEADER).map(_saved), mutants(_saved(_HEADER))), "", keeper.UnusableFile),
     Decoder("kvpool.cluster.state.read_state", json_files(CLUSTER), _read_state),
     Decoder("kvpool.tokenizer.read_tokenizer_files", json_files(TOKENIZER), _read_tokenizer),
 )  # fmt: skip
@@ -281,6 +320,7 @@ NO_DECODERS = {
     "router.bounds.load_bound": "arithmetic",
     "workers.engine.architecture.parse_dtype": "a look-up in a table of names",
     "workers.engine.architecture.read_shape": "takes a config that transformers has parsed",
+    "router.learned.Learned.load": "learns from a sample",
     "workers.reporter.Reporter.load": "takes a sample of our own",
     "workers.core.WorkerCore.load": "the length of the queue",
     "workers.engine.base.Engine.load_blocks": "verified pages into a view",
