@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -56,6 +56,19 @@ class SchedulerConfig(_Settings):
     max_waiting: int = Field(default=256, ge=1)
 
 
+class StoreConfig(_Settings):
+    """The memory of one worker.
+
+    Attributes:
+        tenant_quotas: tenant → most blocks of a segment it may have while it has others of its own to evict. ``"*"``
+            stands for every tenant that is not named; requests without a tenant have the quota of ``""``.
+        keep_share: largest part of the segment that ``kvpool pin`` may protect from eviction.
+    """
+
+    tenant_quotas: dict[str, Annotated[int, Field(ge=1)]] = {}
+    keep_share: float = Field(default=0.25, ge=0, le=1)
+
+
 class WorkerConfig(_Settings):
     """One group of equal workers."""
 
@@ -64,6 +77,7 @@ class WorkerConfig(_Settings):
     transport: str = "ucx"
     engine: EngineConfig = EngineConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    store: StoreConfig = StoreConfig()
 
 
 class MetadataConfig(_Settings):
@@ -167,5 +181,8 @@ def _explain(item: Any) -> str:
 
 
 def _known_keys() -> list[str]:
-    kinds = (ClusterConfig, WorkerConfig, EngineConfig, SchedulerConfig, MetadataConfig, RouterConfig, GatewayConfig)
+    kinds = (
+        *(ClusterConfig, WorkerConfig, EngineConfig, SchedulerConfig, StoreConfig),
+        *(MetadataConfig, RouterConfig, GatewayConfig),
+    )
     return sorted({key for kind in kinds for key in kind.model_fields})

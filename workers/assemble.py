@@ -6,13 +6,16 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvpool.config import WorkerConfig
 from kvpool.hashing import HASH_SCHEME, Namespace
+from kvpool.metadata.client import MetadataClient
 from kvpool.metadata.publisher import MetadataPublisher
 from kvpool.reports import LoadSample
+from kvpool.store.selection import HotChain
 from kvpool.tokenizer import Tokenizer, TokenizerFiles, read_tokenizer_files
 from kvpool.transfer.loader import Loader
 from kvpool.transport import create_transport
@@ -21,9 +24,12 @@ from kvpool.types import BlockHash, MemberInfo, Tier, WorkerId, WorkerKey
 from workers.calibrate import calibrate
 from workers.core import CoreParts, WorkerCore
 from workers.engine.models import resolve_model
+from workers.housekeeping import Housekeeper
 
 EXIT_DELAY_S = 0.5
 EXIT_CODE = 70
+MAX_ASKED = 4096
+"""Blocks that one question to the directory is about."""
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +68,8 @@ class AssembledWorker:
     transport: Transport
     tokenizer: TokenizerFiles
     ready: WorkerReady
+    housekeeper: Housekeeper
+    directory: MetadataClient
 
     def status(self) -> dict[str, Any]:
         """Counters and gauges of the core, the data plane and the publisher."""
@@ -69,12 +77,28 @@ class AssembledWorker:
             **self.core.status(),
             "transport": {"name": self.transport.name, **_plain(self.transport.stats())},
             "publisher": self.publisher.status(),
+            "housekeeping": self.housekeeper.status(),
         }
 
     def close(self) -> None:
         """Leave the pool, end requests, fence transfers, release memory."""
         self.publisher.close()
         self.core.close()
+        self.housekeeper.close()  # after the core, which gives its pull up
+        self.directory.close()
+
+    def hot_chains(self) -> list[HotChain]:
+        """Chains that others ask for and that live only here, the most valuable first; see `Segment.hot_chains`.
+
+        Raises:
+            KVPoolError: the directory does not say what lives elsewhere.
+        """
+        return self.core.segment.hot_chains(self._others_of)
+
+    def _others_of(self, hashes: Sequence[BlockHash]) -> list[int]:
+        key, book = self.core.key, 0
+        parts = [hashes[start : start + MAX_ASKED] for start in range(0, len(hashes), MAX_ASKED)]
+        return [count for part in parts for count in self.directory.tend(key, part, book).others]
 
 
 def _plain(stats: Any) -> dict[str, Any]:
@@ -154,9 +178,19 @@ def assemble_worker(key: WorkerKey, spec: WorkerSpec) -> AssembledWorker:
     )
     held.append(core)
     core.observe_prefills(passes)
-    worker = AssembledWorker(core, publisher, transport, tokenizer, WorkerReady(engine.max_context_tokens, namespace))
+    directory = MetadataClient(spec.metadata)
+    worker = AssembledWorker(
+        core,
+        publisher,
+        transport,
+        tokenizer,
+        WorkerReady(engine.max_context_tokens, namespace),
+        Housekeeper(key, directory, core.segment, core.keep_blocks, core.pull),
+        directory,
+    )
     try:
         publisher.start()
+        worker.housekeeper.start()
     except BaseException:
         worker.close()
         raise

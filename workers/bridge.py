@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kvpool.errors import InvariantViolation
 from kvpool.store.segment import SealRequest, Segment
+from kvpool.store.worth import WORK_UNIT
 from kvpool.types import BlockId
 from workers.block_table import PageState
 from workers.engine.base import Engine
@@ -26,6 +27,8 @@ class Bridge:
     def __init__(self, engine: Engine, segment: Segment) -> None:
         self._engine = engine
         self._segment = segment
+        self.pair_ratio = 0.0
+        """How much more a token costs for every token before it; see `workers.calibrate.pair_ratio`."""
 
     def fill(self, work: Work) -> None:
         """Copy the readable pages of ``work`` into its sequence's view."""
@@ -41,10 +44,18 @@ class Bridge:
         computed_blocks = sequence.computed_tokens // table.block_tokens
         ready = table.sealable(computed_blocks)
         self._store(sequence, [index for index in ready if table.state(index) is PageState.BLANK])
-        fresh = [SealRequest(_page(sequence, index), table.chain[index], table.parent_of(index)) for index in ready]
+        fresh = [
+            SealRequest(_page(sequence, index), table.chain[index], table.parent_of(index), self.work_of(index))
+            for index in ready
+        ]
         for index, kept in zip(ready, self._segment.seal(fresh), strict=True):
             table.seal(index, kept)
         return len(ready)
+
+    def work_of(self, index: int) -> int:
+        """What computing the block at this place of a chain costs, in `kvpool.store.worth.WORK_UNIT`."""
+        tokens_before = index * self._engine.layout.block_tokens
+        return round(WORK_UNIT * (1 + self.pair_ratio * tokens_before))
 
     def check_at_rest(self) -> None:
         """With no request and no load, no block may be referenced or in flight.

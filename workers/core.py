@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,17 +21,21 @@ from kvpool.hashing import Namespace
 from kvpool.plan import Plan
 from kvpool.reports import LoadSample, PrefillSample, WorkerLoad
 from kvpool.request import GenerateRequest
+from kvpool.store.answers import Purge
 from kvpool.store.arena import Arena
 from kvpool.store.segment import Segment, SegmentConfig
+from kvpool.store.selection import Selection
 from kvpool.transport.base import Transport
 from kvpool.types import BlockHash, RequestId, Tier, WorkerKey
 from workers.block_table import BlockTable
 from workers.bridge import Bridge
+from workers.calibrate import pair_ratio
 from workers.engine.base import Engine
 from workers.engine_loop import EngineLoop, LoopParts, Sink
 from workers.flights import Flights, open_ended
 from workers.gate import Gate
 from workers.ports import Loader, Publisher
+from workers.puller import Puller, PullOrder, PullResult
 from workers.queue_load import queue_load
 from workers.reporter import Reporter
 from workers.scheduler import Scheduler
@@ -40,6 +44,7 @@ from workers.stopping import Decode
 
 JOIN_S = 60.0
 MAX_SAMPLES = 1024
+MAX_TENANTS_SHOWN = 16
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +92,10 @@ class WorkerCore:
         self._block_tokens = engine.layout.block_tokens
         self._arena = Arena(block_bytes * num_blocks)
         self.segment = Segment(
-            SegmentConfig(block_bytes, num_blocks, parts.tier), self._arena.memory, parts.publisher, parts.clock_ns
+            SegmentConfig(block_bytes, num_blocks, parts.tier, quotas=parts.config.store.tenant_quotas),
+            self._arena.memory,
+            parts.publisher,
+            parts.clock_ns,
         )
         engine.attach_pages(self._arena.memory, num_blocks)
         self._lock = threading.RLock()
@@ -98,14 +106,25 @@ class WorkerCore:
         self._gate = parts.gate or Gate(self._block_tokens)
         self._scheduler = Scheduler(parts.config.scheduler, self.segment, self._gate)
         self._reporter = Reporter(parts.key, parts.publisher)
-        self._flights = Flights(self._scheduler, self._reporter, self._start_loader(), block_bytes, wake.set)
+        self._bridge = Bridge(engine, self.segment)
+        loader = self._start_loader()
+        self._flights = Flights(self._scheduler, self._reporter, loader, block_bytes, wake.set)
+        self._puller = Puller(
+            self.segment,
+            loader,
+            self._lock,
+            root_of=lambda tenant: parts.namespace_for(tenant).root(),
+            work_of=self._bridge.work_of,
+            reserve=lambda: len(self._scheduler.running) + 1,
+            on_end=wake.set,
+        )
         self._loop = EngineLoop(
             LoopParts(
                 worker_id=parts.key.worker_id,
                 engine=engine,
                 scheduler=self._scheduler,
                 gate=self._gate,
-                bridge=Bridge(engine, self.segment),
+                bridge=self._bridge,
                 flights=self._flights,
                 reporter=self._reporter,
                 lock=self._lock,
@@ -115,6 +134,7 @@ class WorkerCore:
                 load=self.load,
                 counters=self.counters,
                 samples=self._samples,
+                pulling=lambda: self._puller.busy,
             )
         )
         self.segment.on_room(wake.set)
@@ -176,11 +196,29 @@ class WorkerCore:
         self._last_read_ns[sample.holder] = now_ns
         self._samples.append(replace(sample, elapsed_ns=max(1, min(sample.elapsed_ns, now_ns - before_ns))))
 
-    def observe_prefills(self, samples: Iterable[PrefillSample]) -> None:
-        """Prefill passes measured before the first request; the gate learns from them. Routers have them from join."""
+    def observe_prefills(self, samples: Collection[PrefillSample]) -> None:
+        """Prefill passes measured before the first request; the gate learns from them, and what a block is worth.
+        Routers have them from join."""
+        self._bridge.pair_ratio = pair_ratio(tuple(samples))
         with self._lock:
             for sample in samples:
                 self._gate.observe(sample.new_tokens, sample.elapsed_ns)
+
+    # -- administration, from any thread
+
+    def pull(self, order: PullOrder) -> PullResult:
+        """Load a chain that no request waits for; see `workers.puller.Puller.pull`."""
+        return self._puller.pull(order)
+
+    def evict(self, selection: Selection) -> Purge:
+        """Evict what is selected and not needed now."""
+        with self._lock:
+            return self.segment.evict(selection)
+
+    @property
+    def keep_blocks(self) -> int:
+        """Most blocks that pins may protect."""
+        return int(self.segment.total_blocks * self._parts.config.store.keep_share)
 
     def drain(self) -> None:
         """Take no new requests; running ones finish. `wait_idle` tells when."""
@@ -197,6 +235,7 @@ class WorkerCore:
             if self._closed:
                 return
             self._closed = True
+        self._puller.close()
         self._loop.stop()
         self._thread.join(JOIN_S)
         if self._parts.transport is not None:
@@ -210,6 +249,11 @@ class WorkerCore:
         self._arena.close()
 
     # -- state, from any thread
+
+    @property
+    def key(self) -> WorkerKey:
+        """This incarnation."""
+        return self._parts.key
 
     @property
     def failure(self) -> BaseException | None:
@@ -239,9 +283,8 @@ class WorkerCore:
         with self._lock:
             totals = dict(self._reporter.counters)
             totals["preemptions"] = self._scheduler.preemptions
-        totals["evictions"] = self.segment.evictions
-        totals["leases_expired"] = self.segment.leases_expired
-        totals["leases_refused"] = self.segment.leases_refused
+        totals.update(self._puller.counters)
+        totals.update(self.segment.totals())
         if self._parts.transport is not None:
             totals["bytes_served"] = self._parts.transport.stats().bytes_served
         return totals
@@ -267,7 +310,13 @@ class WorkerCore:
                 "referenced": counts.referenced,
                 "in_flight": counts.in_flight,
                 "pinned": counts.pinned,
+                "kept": counts.kept,
+                "spare": counts.spare,
                 "total": counts.total,
+            },
+            "tenants": {
+                tenant or "(shared)": blocks
+                for tenant, blocks in Counter(self.segment.tenants()).most_common(MAX_TENANTS_SHOWN)
             },
             "read_leases": self.segment.leases,
             "counters": counters,
@@ -315,6 +364,6 @@ def _failures(counters: Mapping[str, int]) -> dict[str, int]:
     by_kind: Counter[str] = Counter()
     for name, count in counters.items():
         family, _, code = name.partition(".")
-        if family in ("load_failures", "request_failures"):
+        if family in ("load_failures", "pull_failures", "request_failures"):
             by_kind[code] += count
     return dict(by_kind)

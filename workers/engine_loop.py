@@ -44,7 +44,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoopParts:
-    """What a loop drives; see `workers.core.CoreParts`. ``load`` and ``counters`` are what reports carry."""
+    """What a loop drives; see `workers.core.CoreParts`. ``load`` and ``counters`` are what reports carry; ``pulling``
+    says, under the lock, whether blocks are in use by a load that no request waits for."""
 
     worker_id: WorkerId
     engine: Engine
@@ -60,6 +61,7 @@ class LoopParts:
     load: Callable[[], WorkerLoad]
     counters: Callable[[], Mapping[str, int]]
     samples: deque[LoadSample]
+    pulling: Callable[[], bool]
 
 
 @dataclass(slots=True)
@@ -175,7 +177,7 @@ class EngineLoop:
         self._report()
         if not step.work:
             with parts.lock:
-                if not self._active and not parts.flights.count:
+                if not self._active and not parts.flights.count and not parts.pulling():
                     parts.bridge.check_at_rest()
             self._sleep(step)
 

@@ -419,7 +419,8 @@ class Scheduler:
         if not missing:
             return True
         try:
-            allocation = self._blocks.allocate(len(missing), self._neighbour(sequence, missing[0]))
+            neighbour = self._neighbour(sequence, missing[0])
+            allocation = self._blocks.allocate(len(missing), neighbour, sequence.request.tenant)
         except CapacityError:
             return False
         sequence.table.assign(missing, allocation.block_ids)

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvpool.store.pool import Allocation
+from kvpool.store.answers import Allocation
 from kvpool.types import BlockHash, BlockId
 from workers.sequence import Sequence
 
@@ -26,7 +26,7 @@ class Blocks(Protocol):
     def available_blocks(self) -> int:
         """Free and evictable blocks."""
 
-    def allocate(self, count: int, after: BlockId | None = None) -> Allocation:
+    def allocate(self, count: int, after: BlockId | None = None, tenant: str = "") -> Allocation:
         """Hand out blank blocks or raise `CapacityError`."""
 
     def lookup(self, block_hash: BlockHash) -> BlockId | None:

@@ -17,6 +17,8 @@ import grpc
 from kvpool.errors import KVPoolError, RequestError, UnavailableError
 from kvpool.metadata import wire
 from kvpool.metadata.index import Prefixes
+from kvpool.metadata.pins import Pin, PinView, Tending
+from kvpool.metadata.pins_wire import pin_to_wire, tending_from_wire, view_from_wire
 from kvpool.metadata.rpc import CHANNEL_OPTIONS, error_from_rpc
 from kvpool.metadata.security import Security
 from kvpool.metadata.v1 import metadata_pb2 as pb
@@ -136,6 +138,33 @@ class MetadataClient:
             UnavailableError: no replica answered.
         """
         return wire.key_from_wire(self._all("Drain", pb.DrainRequest(worker_id=worker_id))[0].key)
+
+    def tend(self, key: WorkerKey, hashes: Sequence[BlockHash], pins_digest: int, pins: Sequence[Pin] = ()) -> Tending:
+        """A worker's housekeeping; see `kvpool.metadata.state.DirectoryState.tend`.
+
+        Raises:
+            StaleError: not a member.
+            UnavailableError: no replica answered.
+        """
+        request = pb.TendRequest(
+            key=wire.key_to_wire(key),
+            hashes=wire.pack_hashes(hashes),
+            pins_digest=pins_digest,
+            pins=[pin_to_wire(pin) for pin in pins],
+        )
+        return tending_from_wire(self._any("Tend", request))
+
+    def pins(self, pins: Sequence[Pin] = ()) -> tuple[PinView, ...]:
+        """Add, change or take back pins at every replica; returns all that one of them knows. May be repeated.
+
+        Raises:
+            RequestError: one is malformed.
+            CapacityError: there are too many.
+            UnavailableError: no replica answered.
+        """
+        request = pb.PinsRequest(pins=[pin_to_wire(pin) for pin in pins])
+        reply = self._all("Pins", request)[0] if pins else self._any("Pins", request)
+        return tuple(view_from_wire(item) for item in reply.pins)
 
     def leave(self, key: WorkerKey) -> None:
         """Remove a worker epoch for good, at every replica. May be repeated.

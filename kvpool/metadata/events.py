@@ -235,3 +235,4 @@ class DirectoryCounters:
     reports: int = 0
     lookups: int = 0
     watchers_dropped: int = 0
+    refused_pins: int = 0

@@ -295,6 +295,26 @@ class PrefixIndex:
                 found[key] = (*found.get(key, ()), tier)
         return found
 
+    def copies(self, key: WorkerKey, hashes: Sequence[BlockHash], *, group: int = 0) -> list[tuple[int, bool]]:
+        """For every block: how many visible workers beside ``key`` hold it in any tier, and whether one of those is
+        its keeper. Every block with visible holders has one keeper, the same for everybody who asks."""
+        table, holder = self._tables.get(group), self._holders.get(key)
+        own = 0 if holder is None else 1 << holder.slot.number
+        found: list[tuple[int, bool]] = []
+        for item in hashes:
+            number = block_key(item)
+            mask, reach = 0 if table is None else table.mask(number), 0
+            for lane in self._lanes.values():
+                reach |= mask >> lane * self._width
+            reach &= self._visible
+            others = reach & ~own
+            keeper = 0
+            if others:
+                slots = self._slots_of(reach)
+                keeper = 1 << slots[number % len(slots)]
+            found.append((others.bit_count(), bool(keeper & others)))
+        return found
+
     def dump(self, part_blocks: int = DUMP_PART_BLOCKS) -> Iterator[tuple[Placement, ...]]:
         """Everything, in parts, while the index goes on changing between them.
 

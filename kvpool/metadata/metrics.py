@@ -43,6 +43,7 @@ _HELP = {
     "reports": "Worker reports relayed",
     "lookups": "Lookups answered",
     "watchers_dropped": "Watchers that were too slow and started over",
+    "refused_pins": "Pins that found no room",
 }
 
 
@@ -91,6 +92,7 @@ def metrics_of(state: DirectoryState) -> list[Metric]:
         gauge("max_entries", "Bound on entries", state.limits.max_entries),
         gauge("blocks", "Different blocks", index.blocks),
         gauge("unknown_removals", "Removals of blocks that were not known", index.unknown_removals),
+        gauge("pins", "Prefixes that administrators want to stay", len(state.pins.active())),
         gauge("resident_bytes", "Resident memory of the process", resident_bytes()),
     ]
 

@@ -22,10 +22,12 @@ import grpc.aio
 from kvpool.errors import CapacityError, InvariantViolation, KVPoolError, RequestError
 from kvpool.metadata import wire
 from kvpool.metadata.events import Delta, MemberChanged, MemberGone
+from kvpool.metadata.pins import MAX_PIN_BLOCKS, MAX_PINS, MAX_TRACES, Pin
+from kvpool.metadata.pins_wire import pins_from_wire, tending_to_wire, view_to_wire
 from kvpool.metadata.rpc import MAX_STATUS_CHARS, error_metadata, status_of
 from kvpool.metadata.state import DirectoryState
 from kvpool.metadata.v1 import metadata_pb2 as pb
-from kvpool.types import BLOCK_HASH_BYTES, WorkerId
+from kvpool.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
 
 SERVICE_NAME = "kvpool.v1.MetadataService"
 MAX_WATCHERS = 256
@@ -136,9 +138,7 @@ class MetadataService:
 
     async def lookup(self, request: Any) -> Any:
         """See `DirectoryState.lookup`."""
-        if len(request.hashes) > MAX_LOOKUP_BLOCKS * BLOCK_HASH_BYTES:
-            raise RequestError(f"a lookup takes at most {MAX_LOOKUP_BLOCKS} blocks; ask for fewer", field="hashes")
-        chain = wire.unpack_hashes(request.hashes)
+        chain = _bounded_hashes(request.hashes)
         found = self.state.lookup(chain, request.group)
         return pb.LookupResponse(directory_epoch=self.state.directory_epoch, workers=wire.prefixes_to_wire(found))
 
@@ -164,6 +164,17 @@ class MetadataService:
         """See `DirectoryState.leave`."""
         self._relay(self.state.leave(wire.key_from_wire(request.key)))
         return pb.LeaveResponse()
+
+    async def tend(self, request: Any) -> Any:
+        """See `DirectoryState.tend`."""
+        hashes, pins = _bounded_hashes(request.hashes), _bounded_pins(request.pins)
+        key = wire.key_from_wire(request.key)
+        return tending_to_wire(self.state.tend(key, hashes, request.pins_digest, pins, time.monotonic_ns()))
+
+    async def pins(self, request: Any) -> Any:
+        """See `DirectoryState.merge_pins`."""
+        views = self.state.merge_pins(_bounded_pins(request.pins))
+        return pb.PinsResponse(pins=[view_to_wire(view) for view in views])
 
     async def describe(self, request: Any) -> Any:
         """Members, sizes, counters."""
@@ -286,6 +297,20 @@ class MetadataService:
         yield pb.WatchEvent(end=pb.SnapshotEnd()).SerializeToString()
 
 
+def _bounded_hashes(packed: bytes) -> tuple[BlockHash, ...]:
+    if len(packed) > MAX_LOOKUP_BLOCKS * BLOCK_HASH_BYTES:
+        raise RequestError(f"a lookup takes at most {MAX_LOOKUP_BLOCKS} blocks; ask for fewer", field="hashes")
+    return wire.unpack_hashes(packed)
+
+
+def _bounded_pins(messages: Any) -> tuple[Pin, ...]:
+    if len(messages) > MAX_PINS + MAX_TRACES:
+        raise RequestError(f"at most {MAX_PINS + MAX_TRACES} pins in one call, got {len(messages)}", field="pins")
+    if sum(len(item.hashes) for item in messages) > MAX_PIN_BLOCKS * BLOCK_HASH_BYTES:
+        raise RequestError(f"pins of one call have at most {MAX_PIN_BLOCKS} blocks in all", field="pins")
+    return pins_from_wire(messages)
+
+
 def handlers(service: MetadataService) -> grpc.GenericRpcHandler[Any, Any]:
     """The service's methods with errors mapped to statuses."""
     unary: dict[str, tuple[Any, Any]] = {
@@ -296,6 +321,8 @@ def handlers(service: MetadataService) -> grpc.GenericRpcHandler[Any, Any]:
         "Suspect": (service.suspect, pb.SuspectRequest),
         "Drain": (service.drain, pb.DrainRequest),
         "Leave": (service.leave, pb.LeaveRequest),
+        "Tend": (service.tend, pb.TendRequest),
+        "Pins": (service.pins, pb.PinsRequest),
         "Describe": (service.describe, pb.DescribeRequest),
     }
     methods: dict[str, Any] = {

@@ -37,10 +37,14 @@ from kvpool.metadata.events import (
 )
 from kvpool.metadata.index import Prefixes, PrefixIndex
 from kvpool.metadata.membership import MAX_NAME_LENGTH, DirectoryLimits, Member, check_compatible, check_info
+from kvpool.metadata.pins import Duty, Pin, PinBook, PinView, Tending, assign, refuse_full, view_of
 from kvpool.reports import WorkerReport
 from kvpool.types import BlockHash, MemberInfo, MemberState, WorkerEpoch, WorkerId, WorkerKey
 
 Deltas = tuple[Delta, ...]
+
+DUTIES_NS = 500_000_000
+"""How long an assignment of copies stands."""
 
 
 class StaleReason(Enum):
@@ -67,6 +71,9 @@ class DirectoryState:
         self.counters = DirectoryCounters()
         self._members: dict[WorkerId, Member] = {}
         self._fences: OrderedDict[WorkerId, WorkerEpoch] = OrderedDict()
+        self.pins = PinBook()
+        self._duties: dict[WorkerKey, tuple[Duty, ...]] = {}
+        self._duties_until_ns = now_ns
         self._sequence = 0
         self._ticked_ns = now_ns
 
@@ -250,6 +257,60 @@ class DirectoryState:
         """How long a prefix of ``chain`` every ``ALIVE`` worker holds. Pins nothing, renews nothing."""
         self.counters.lookups += 1
         return self.index.prefixes(chain, group=group)
+
+    # -- housekeeping and pins ----------------------------------------------------------------------------------
+
+    def tend(
+        self, key: WorkerKey, hashes: Sequence[BlockHash], pins_digest: int, pins: Sequence[Pin], now_ns: int
+    ) -> Tending:
+        """What a worker should know to keep house.
+
+        Args:
+            key: the worker.
+            hashes: blocks it may evict soon.
+            pins_digest: of its book of pins.
+            pins: its pins, when it knows that the books differ.
+            now_ns: the present.
+
+        Raises:
+            StaleError: not a member.
+            RequestError: a pin is malformed.
+        """
+        self._member(key)
+        _, refused = self.pins.merge(pins)
+        self.counters.refused_pins += refused
+        copies = self.index.copies(key, hashes)
+        differ = pins_digest != self.pins.digest
+        return Tending(
+            others=tuple(count for count, _ in copies),
+            spare=tuple(kept for _, kept in copies),
+            pins_digest=self.pins.digest,
+            pins=self.pins.all() if differ else (),
+            duties=self._duties_now(now_ns).get(key, ()),
+        )
+
+    def merge_pins(self, pins: Sequence[Pin]) -> tuple[PinView, ...]:
+        """Take pins from an administrator; returns all active ones and who holds them.
+
+        Raises:
+            RequestError: one is malformed.
+            CapacityError: one found no room.
+        """
+        _, refused = self.pins.merge(pins)
+        self.counters.refused_pins += refused
+        refuse_full(refused)
+        return tuple(view_of(pin, self._lengths(pin)) for pin in self.pins.active())
+
+    def _lengths(self, pin: Pin) -> dict[WorkerKey, int]:
+        return {key: max(tiers.values()) for key, tiers in self.index.prefixes(pin.chain).items()}
+
+    def _duties_now(self, now_ns: int) -> dict[WorkerKey, tuple[Duty, ...]]:
+        """Who should copy what; worked out once in a while for all, not for everyone who asks."""
+        if now_ns >= self._duties_until_ns:
+            self._duties_until_ns = now_ns + DUTIES_NS
+            able = [member.info for member in self._members.values() if member.state is MemberState.ALIVE]
+            self._duties = assign(self.pins.active(), able, self._lengths)
+        return self._duties
 
     # -- views --------------------------------------------------------------------------------------------------
 

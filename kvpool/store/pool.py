@@ -9,62 +9,31 @@ A block is in exactly one state:
                           IN_FLIGHT
 
 Only sealed blocks have a hash; only they are found, pinned and kept after their last reference. Pins are read
-leases of peers: a pinned block stays, in whatever state it is. Eviction is least recently used among unreferenced
-unpinned blocks, leaves first: a block goes before its parent, so that what stays is a usable prefix.
+leases of peers: a pinned block stays, in whatever state it is. Unreferenced unpinned blocks are evicted, leaves first:
+a block goes before its parent, so that what stays is a usable prefix. Among leaves the one that is worth least goes
+(`kvpool.store.worth`); what an administrator wants to keep goes only when nothing else is left, because a request that
+waits for ever is worse than a lost pin. A tenant over its quota evicts its own blocks first, and is never refused.
 
 Not here: bytes, checksums, locks, who to tell. One thread at a time may call a pool; `kvpool.store.segment` is the
-thread-safe shell. Invariant: free + cached + referenced + in flight = total, checked by `check`.
+thread-safe shell. Invariant: free + cached + referenced + in flight = total, checked by `check`. Evicting is
+O(log n), except where every leaf is needed and only a hole is left to make.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvpool.errors import CapacityError, InvariantViolation
+from kvpool.store.answers import Allocation, BlockState, PoolCounts, Purge, Victim
 from kvpool.store.ranges import FreeRanges
+from kvpool.store.worth import WORK_UNIT, Block, LeafHeap, Order
 from kvpool.types import BlockHash, BlockId
 
+EVERY_TENANT = "*"
+"""In a mapping of quotas: every tenant that is not named. The shared tenant, "", has a quota only when it is named."""
 
-class BlockState(Enum):
-    """Where a block is in its life."""
-
-    FREE = "free"
-    CACHED = "cached"
-    REFERENCED = "referenced"
-    IN_FLIGHT = "in_flight"
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """Blocks handed out, each with one reference, and the hashes that had to leave for them."""
-
-    block_ids: tuple[BlockId, ...]
-    evicted: tuple[BlockHash, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PoolCounts:
-    """Blocks by state; the first four sum to ``total``. ``pinned`` blocks are cached or referenced ones."""
-
-    free: int
-    cached: int
-    referenced: int
-    in_flight: int
-    pinned: int
-    total: int
-
-
-@dataclass(slots=True)
-class _Block:
-    refs: int = 0
-    pins: int = 0
-    in_flight: bool = False
-    block_hash: BlockHash | None = None
-    parent: BlockHash | None = None
-    last_used: int = 0
+CHAIN_BLOCKS = 16
 
 
 class BlockPool:
@@ -72,17 +41,23 @@ class BlockPool:
 
     Args:
         total_blocks: size of the segment, at least 1.
+        quotas: tenant → most blocks it may have while it has others to evict; see `EVERY_TENANT`.
     """
 
-    def __init__(self, total_blocks: int) -> None:
+    def __init__(self, total_blocks: int, quotas: Mapping[str, int] | None = None) -> None:
         self.total_blocks = total_blocks
-        self._blocks = [_Block() for _ in range(total_blocks)]
+        self._quotas = dict(quotas or {})
+        self._blocks = [Block() for _ in range(total_blocks)]
         self._free = FreeRanges(total_blocks)
         self._by_hash: dict[BlockHash, BlockId] = {}
         self._children: dict[BlockHash, int] = {}
-        self._leaves: list[tuple[int, int]] = []  # heap of (last_used, block id); stale entries are skipped
-        self._tick = 0
+        self._leaves = LeafHeap(self._leaf_order)
+        self._own_leaves: dict[str, LeafHeap] = {}  # of tenants with a quota
+        self._held: Counter[str] = Counter()
+        self._wanted: frozenset[BlockHash] = frozenset()
+        self._tick = self._floor = 0
         self._evictable = 0
+        self._evictable_kept = self._kept = self._spare = 0
         self._cached = 0
         self._in_flight = 0
         self._pinned = 0
@@ -98,7 +73,20 @@ class BlockPool:
         """Blocks by state."""
         free = len(self._free)
         referenced = self.total_blocks - free - self._cached - self._in_flight
-        return PoolCounts(free, self._cached, referenced, self._in_flight, self._pinned, self.total_blocks)
+        return PoolCounts(
+            free,
+            self._cached,
+            referenced,
+            self._in_flight,
+            self._pinned,
+            self.total_blocks,
+            self._kept,
+            self._spare,
+        )
+
+    def tenants(self) -> dict[str, int]:
+        """Blocks of every tenant that has some, sealed or not."""
+        return dict(self._held)
 
     def lookup(self, block_hash: BlockHash) -> BlockId | None:
         """The block that holds ``block_hash``, sealed; nothing is touched."""
@@ -120,12 +108,13 @@ class BlockPool:
 
     # -- references of sequences
 
-    def allocate(self, count: int, after: BlockId | None = None) -> Allocation:
-        """Hand out ``count`` blocks without content, evicting what was least recently used.
+    def allocate(self, count: int, after: BlockId | None = None, tenant: str = "") -> Allocation:
+        """Hand out ``count`` blocks without content, evicting what is worth least.
 
         Args:
             count: how many.
             after: the last block of the chain so far; its neighbours are preferred.
+            tenant: for whom; one over its quota evicts its own blocks first, even while others are free.
 
         Raises:
             CapacityError: fewer than ``count`` blocks are free or evictable; nothing changed.
@@ -138,24 +127,29 @@ class BlockPool:
                 available_blocks=self.available_blocks,
                 total_blocks=self.total_blocks,
             )
-        evicted = tuple(self._evict_one() for _ in range(count - len(self._free)))
+        victims = self._keep_to_quota(tenant, count)
+        while len(self._free) < count:
+            victims.append(self._evict_one())
         block_ids = tuple(BlockId(block_id) for block_id in self._free.take(count, after))
         for block_id in block_ids:
-            self._blocks[block_id].refs = 1
-        return Allocation(block_ids, evicted)
+            self._blocks[block_id].refs, self._blocks[block_id].tenant = 1, tenant
+        if count:
+            self._held[tenant] += count
+        return Allocation(block_ids, tuple(victims))
 
     def acquire(self, block_ids: Iterable[BlockId]) -> None:
-        """Add one reference to each of these sealed or referenced blocks."""
+        """Add one reference to each of these sealed or referenced blocks. That is a use."""
         for block_id in block_ids:
             block = self._blocks[block_id]
             if block.refs == 0 and block.block_hash is None:
                 raise InvariantViolation(f"block {block_id} is acquired without content")
             if block.refs == 0:
                 self._cached -= 1
-                self._evictable -= block.pins == 0
+                self._count_evictable(block, -1)
             block.refs += 1
+            block.uses += 1
 
-    def release(self, block_ids: Sequence[BlockId]) -> None:
+    def release(self, block_ids: Sequence[BlockId], now_ns: int = 0) -> None:
         """Drop one reference from each, given in chain order. Sealed blocks stay cached, the tail older than the
         head; blocks without content are freed, in-flight ones once their flight ends."""
         for block_id in reversed(block_ids):
@@ -167,10 +161,10 @@ class BlockPool:
                 continue
             if block.block_hash is not None:
                 self._cached += 1
-                self._evictable += block.pins == 0
-                self._touch(block_id)
+                self._count_evictable(block, 1)
+                self._touch(block_id, now_ns)
             elif not block.in_flight:
-                self._free.give(block_id)
+                self._give(block_id)
 
     # -- loads
 
@@ -192,10 +186,12 @@ class BlockPool:
             block.in_flight = False
             self._in_flight -= 1
             if not block.refs:
-                self._free.give(block_id)
+                self._give(block_id)
 
-    def seal(self, block_id: BlockId, block_hash: BlockHash, parent: BlockHash | None) -> BlockId:
-        """Give a complete block its identity, so that it can be found.
+    def seal(
+        self, block_id: BlockId, block_hash: BlockHash, parent: BlockHash | None, work: int = WORK_UNIT
+    ) -> BlockId:
+        """Give a complete block its identity, so that it can be found. ``work``: what computing it again would cost.
 
         Returns:
             The block to use from now on: ``block_id``, or the one that already holds ``block_hash`` (the reference
@@ -209,7 +205,9 @@ class BlockPool:
             self.acquire((twin,))
             self.release((block_id,))
             return twin
-        block.block_hash, block.parent = block_hash, parent
+        block.block_hash, block.parent, block.work, block.uses = block_hash, parent, max(1, work), 1
+        block.keep = block_hash in self._wanted
+        self._kept += block.keep
         self._by_hash[block_hash] = block_id
         if parent is not None:
             self._children[parent] = self._children.get(parent, 0) + 1
@@ -223,23 +221,95 @@ class BlockPool:
         for block_id in found:
             if block_id is not None:
                 block = self._blocks[block_id]
+                if block.refs == 0:
+                    self._count_evictable(block, -1)
                 self._pinned += block.pins == 0
-                self._evictable -= block.pins == 0 and block.refs == 0
                 block.pins += 1
+                block.uses += 1
         return found
 
-    def unpin(self, block_ids: Sequence[BlockId]) -> None:
+    def unpin(self, block_ids: Sequence[BlockId], now_ns: int = 0) -> None:
         """Undo one `pin` of these blocks, given in chain order; a read counts as a use."""
         for block_id in reversed(block_ids):
             block = self._blocks[block_id]
             if block.pins < 1:
                 raise InvariantViolation(f"block {block_id} is unpinned without a pin")
             block.pins -= 1
-            if block.pins == 0:
-                self._pinned -= 1
-                self._evictable += block.refs == 0
+            self._pinned -= block.pins == 0
             if block.refs == 0:
-                self._touch(block_id)
+                self._count_evictable(block, 1)
+                self._touch(block_id, now_ns)
+
+    # -- hints and administration
+
+    def candidates(self, count: int) -> list[BlockHash]:
+        """Up to ``count`` blocks that are near to leave: the first leaves, each with up to `CHAIN_BLOCKS` blocks before
+        it. O(count · log n)."""
+        found: dict[BlockHash, None] = {}
+        for leaf in self._leaves.first(-(-count // CHAIN_BLOCKS)):
+            block_id: BlockId | None = leaf
+            for _ in range(CHAIN_BLOCKS):
+                block = None if block_id is None else self._blocks[block_id]
+                if block is None or block.block_hash is None or not block.evictable:
+                    break
+                found[block.block_hash] = None
+                block_id = None if block.parent is None else self._by_hash.get(block.parent)
+        return list(found)[:count]
+
+    def set_spare(self, hashes: Iterable[BlockHash], spare: Collection[BlockHash]) -> None:
+        """Of these blocks, those in ``spare`` are kept by another worker too, the others nowhere else. A hint."""
+        for block_hash in hashes:
+            block_id = self._by_hash.get(block_hash)
+            if block_id is None:
+                continue
+            block, now = self._blocks[block_id], block_hash in spare
+            if block.spare != now:
+                block.spare = now
+                self._spare += 1 if now else -1
+                self._offer_leaf(block_id)
+
+    def set_wanted(self, wanted: Collection[BlockHash]) -> None:
+        """From now on exactly these hashes are kept as long as anything else can be evicted, held already or not."""
+        for block_hash in self._wanted ^ frozenset(wanted):
+            block_id = self._by_hash.get(block_hash)
+            if block_id is None:
+                continue
+            block = self._blocks[block_id]
+            block.keep = not block.keep
+            change = 1 if block.keep else -1
+            self._kept += change
+            self._evictable_kept += change * block.evictable
+            self._offer_leaf(block_id)
+        self._wanted = frozenset(wanted)
+
+    def blocks(self) -> list[Block]:
+        """Every sealed block, to read. O(n)."""
+        return [self._blocks[block_id] for block_id in self._by_hash.values()]
+
+    def purge(self, hashes: Collection[BlockHash]) -> Purge:
+        """Evict these blocks now, children before parents; what is in use, kept, or continued by a block that stays,
+        stays. Hashes that are not held are passed over."""
+        victims: list[Victim] = []
+        in_use = kept = 0
+        rest: dict[BlockHash, BlockId] = {}
+        for block_hash in hashes:
+            block_id = self._by_hash.get(block_hash)
+            if block_id is None:
+                continue
+            block = self._blocks[block_id]
+            in_use += not block.evictable
+            kept += block.evictable and block.keep
+            if block.evictable and not block.keep:
+                rest[block_hash] = block_id
+        ready = [block_id for block_hash, block_id in rest.items() if block_hash not in self._children]
+        while ready:
+            block_id = ready.pop()
+            parent = self._blocks[block_id].parent
+            victims.append(self._evict(block_id))
+            del rest[victims[-1].block_hash]
+            if parent in rest and parent not in self._children:
+                ready.append(rest[parent])
+        return Purge(tuple(victims), in_use, kept, len(rest))
 
     # -- integrity
 
@@ -258,6 +328,8 @@ class BlockPool:
             in_flight=states.count(BlockState.IN_FLIGHT),
             pinned=sum(block.pins > 0 for block in self._blocks),
             total=self.total_blocks,
+            kept=sum(block.keep for block in self._blocks),
+            spare=sum(block.spare for block in self._blocks),
         )
         _require(counts == recount, f"counters say {counts}, blocks say {recount}")
         free_ids = {block_id for start, stop in self._free.runs() for block_id in range(start, stop)}
@@ -265,10 +337,12 @@ class BlockPool:
             free_ids == {block_id for block_id, state in enumerate(states) if state is BlockState.FREE},
             "the free runs differ from the free blocks",
         )
-        evictable = sum(
-            state is BlockState.CACHED and block.pins == 0 for state, block in zip(states, self._blocks, strict=True)
-        )
+        evictable = sum(block.evictable for block in self._blocks)
         _require(evictable == self._evictable, f"{self._evictable} evictable counted, {evictable} found")
+        kept = sum(block.evictable and block.keep for block in self._blocks)
+        _require(kept == self._evictable_kept, f"{self._evictable_kept} evictable kept ones counted, {kept} found")
+        held = Counter(block.tenant for block, state in zip(self._blocks, states, strict=True) if _used(state))
+        _require(held == self._held, f"tenants hold {held}, counted {self._held}")
         self._check_hashes()
 
     def _check_hashes(self) -> None:
@@ -290,52 +364,88 @@ class BlockPool:
 
     # -- eviction
 
-    def _touch(self, block_id: BlockId) -> None:
+    def _touch(self, block_id: BlockId, now_ns: int) -> None:
         self._tick += 1
-        self._blocks[block_id].last_used = self._tick
+        block = self._blocks[block_id]
+        block.tick, block.floor, block.used_ns = self._tick, self._floor, now_ns
         self._offer_leaf(block_id)
 
     def _offer_leaf(self, block_id: BlockId) -> None:
-        if not self._is_leaf(block_id):
+        if self._leaf_order(block_id) is None:
             return
-        heapq.heappush(self._leaves, (self._blocks[block_id].last_used, block_id))
-        if len(self._leaves) > 2 * self.total_blocks + 64:
-            live = [BlockId(i) for i in range(self.total_blocks) if self._is_leaf(BlockId(i))]
-            self._leaves = [(self._blocks[i].last_used, i) for i in live]
-            heapq.heapify(self._leaves)
+        limit = 2 * self.total_blocks + 64
+        self._leaves.push(block_id)
+        self._leaves.compact(limit, lambda: map(BlockId, range(self.total_blocks)))
+        tenant = self._blocks[block_id].tenant
+        if self._quota(tenant) is not None:
+            own = self._own_leaves.get(tenant)
+            if own is None:
+                own = self._own_leaves[tenant] = LeafHeap(lambda item: self._own_order(tenant, item))
+            own.push(block_id)
+            own.compact(limit, lambda: map(BlockId, range(self.total_blocks)))
 
-    def _is_evictable(self, block_id: BlockId) -> bool:
+    def _leaf_order(self, block_id: BlockId) -> Order | None:
         block = self._blocks[block_id]
-        return block.block_hash is not None and not block.refs and not block.pins
+        return block.order if block.evictable and block.block_hash not in self._children else None
 
-    def _is_leaf(self, block_id: BlockId) -> bool:
-        block_hash = self._blocks[block_id].block_hash
-        return block_hash is not None and self._is_evictable(block_id) and block_hash not in self._children
+    def _own_order(self, tenant: str, block_id: BlockId) -> Order | None:
+        return self._leaf_order(block_id) if self._blocks[block_id].tenant == tenant else None
 
-    def _evict_one(self) -> BlockHash:
-        block_id = self._pop_leaf()
+    def _quota(self, tenant: str) -> int | None:
+        return self._quotas.get(tenant, self._quotas.get(EVERY_TENANT) if tenant else None)
+
+    def _keep_to_quota(self, tenant: str, count: int) -> list[Victim]:
+        """Evict the tenant's own leaves until ``count`` more blocks fit its quota or none is left."""
+        quota, own = self._quota(tenant), self._own_leaves.get(tenant)
+        victims: list[Victim] = []
+        while quota is not None and own is not None and self._held[tenant] + count > quota:
+            block_id = own.peek()
+            if block_id is None:
+                break
+            victims.append(self._evict(block_id))
+        return victims
+
+    def _evict_one(self) -> Victim:
+        block_id = self._leaves.peek()
+        if block_id is None or (self._blocks[block_id].keep and self._evictable > self._evictable_kept):
+            # Every block that could go has a needed descendant. Rare; better a hole than a refused request.
+            rest = [BlockId(i) for i, block in enumerate(self._blocks) if block.evictable]
+            block_id = min(rest, key=lambda item: self._blocks[item].order)
+        self._floor = max(self._floor, self._blocks[block_id].rank)
+        return self._evict(block_id)
+
+    def _evict(self, block_id: BlockId) -> Victim:
         block = self._blocks[block_id]
         if block.block_hash is None:
             raise InvariantViolation(f"block {block_id} is evicted without content")
-        gone, parent = block.block_hash, block.parent
-        del self._by_hash[gone]
-        block.block_hash = block.parent = None
+        victim = Victim(
+            block_id, block.block_hash, block.parent, block.tenant, block.work, block.used_ns, kept=block.keep
+        )
         self._cached -= 1
-        self._evictable -= 1
-        self._free.give(block_id)
-        if parent is not None:
-            self._drop_child(parent)
-        return gone
+        self._count_evictable(block, -1)
+        self._kept -= block.keep
+        self._spare -= block.spare
+        del self._by_hash[victim.block_hash]
+        self._give(block_id)
+        if victim.parent is not None:
+            self._drop_child(victim.parent)
+        return victim
 
-    def _pop_leaf(self) -> BlockId:
-        while self._leaves:
-            last_used, raw_id = heapq.heappop(self._leaves)
-            block_id = BlockId(raw_id)
-            if self._blocks[block_id].last_used == last_used and self._is_leaf(block_id):
-                return block_id
-        # Every evictable block has a pinned or referenced descendant. Rare; better a hole than a refused request.
-        rest = [BlockId(i) for i in range(self.total_blocks) if self._is_evictable(BlockId(i))]
-        return min(rest, key=lambda block_id: self._blocks[block_id].last_used)
+    def _count_evictable(self, block: Block, change: int) -> None:
+        """A sealed block with neither reference nor pin becomes evictable, or is about to be needed."""
+        if not block.pins:
+            self._evictable += change
+            self._evictable_kept += change * block.keep
+
+    def _give(self, block_id: BlockId) -> None:
+        """A block loses content and owner."""
+        block = self._blocks[block_id]
+        self._held[block.tenant] -= 1
+        if not self._held[block.tenant]:
+            del self._held[block.tenant]
+            self._own_leaves.pop(block.tenant, None)
+        block.forget()
+        self._free.give(block_id)
 
     def _drop_child(self, parent: BlockHash) -> None:
         self._children[parent] -= 1
@@ -345,6 +455,10 @@ class BlockPool:
         block_id = self._by_hash.get(parent)
         if block_id is not None:
             self._offer_leaf(block_id)
+
+
+def _used(state: BlockState) -> bool:
+    return state is not BlockState.FREE
 
 
 def _require(holds: bool, message: str) -> None:

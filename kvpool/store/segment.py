@@ -11,19 +11,24 @@ still busy then sees a checksum that differs and redoes the block.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Protocol
 
 import xxhash
 
-from kvpool.store.pool import Allocation, BlockPool, PoolCounts
+from kvpool.store.answers import Allocation, PoolCounts, Purge, Victim
+from kvpool.store.pool import BlockPool
+from kvpool.store.selection import HotChain, Selection, hot_chains, hot_hashes, select
+from kvpool.store.worth import WORK_UNIT
 from kvpool.transport.base import HeldBlock
 from kvpool.types import BlockHash, BlockId, Tier, WorkerKey
 
 DEFAULT_LEASE_NS = 30_000_000_000
 MAX_LEASES = 4096
+TOTALS = ("evictions", "evicted_idle_ms", "evicted_kept", "leases_expired", "leases_refused")
 
 
 class StorePublisher(Protocol):
@@ -46,6 +51,7 @@ class SegmentConfig:
         tier: where its memory lies.
         lease_ns: longest read lease.
         max_leases: read leases at once; a reader beyond it is told that nothing is held, which is always safe.
+        quotas: see `kvpool.store.pool.BlockPool`.
     """
 
     block_bytes: int
@@ -53,15 +59,18 @@ class SegmentConfig:
     tier: Tier = Tier.HOST
     lease_ns: int = DEFAULT_LEASE_NS
     max_leases: int = MAX_LEASES
+    quotas: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class SealRequest:
-    """A complete block and the identity it gets; ``parent`` is the hash of the chain before it."""
+    """A complete block and the identity it gets; ``parent`` is the hash of the chain before it, ``work`` what computing
+    it again would cost, in `kvpool.store.worth.WORK_UNIT`."""
 
     block_id: BlockId
     block_hash: BlockHash
     parent: BlockHash
+    work: int = WORK_UNIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +98,12 @@ class Segment:
         self._publisher = publisher
         self._clock_ns = clock_ns
         self._lock = threading.RLock()
-        self._pool = BlockPool(config.num_blocks)
+        self._pool = BlockPool(config.num_blocks, config.quotas)
         self._checksums = [0] * config.num_blocks
         self._leases: dict[int, _Lease] = {}
         self._next_lease = 0
         self._on_room: Callable[[], None] | None = None
-        self.evictions = 0
-        self.leases_expired = 0
-        self.leases_refused = 0
+        self._totals: Counter[str] = Counter()
 
     # -- for the scheduler
 
@@ -111,14 +118,12 @@ class Segment:
         with self._lock:
             return self._pool.available_blocks
 
-    def allocate(self, count: int, after: BlockId | None = None) -> Allocation:
+    def allocate(self, count: int, after: BlockId | None = None, tenant: str = "") -> Allocation:
         """As `BlockPool.allocate`; what had to leave is withdrawn from the directory first."""
         with self._lock:
             self._expire()
-            allocation = self._pool.allocate(count, after)
-            if allocation.evicted:
-                self.evictions += len(allocation.evicted)
-                self._publisher.removed(self.config.tier, allocation.evicted)
+            allocation = self._pool.allocate(count, after, tenant)
+            self._gone(allocation.victims)
             return allocation
 
     def lookup(self, block_hash: BlockHash) -> BlockId | None:
@@ -139,7 +144,7 @@ class Segment:
     def release(self, block_ids: Sequence[BlockId]) -> None:
         """As `BlockPool.release`."""
         with self._lock:
-            self._pool.release(block_ids)
+            self._pool.release(block_ids, self._clock_ns())
 
     def begin_flight(self, block_ids: Iterable[BlockId]) -> None:
         """As `BlockPool.begin_flight`."""
@@ -157,10 +162,45 @@ class Segment:
             self._expire()
             allocation = self._pool.allocate(self._pool.available_blocks)
             self._pool.release(allocation.block_ids)
-            self.evictions += len(allocation.evicted)
-            if allocation.evicted:
-                self._publisher.removed(self.config.tier, allocation.evicted)
-            return len(allocation.evicted)
+            self._gone(allocation.victims)
+            return len(allocation.victims)
+
+    # -- hints
+
+    def candidates(self, count: int) -> list[BlockHash]:
+        """As `BlockPool.candidates`."""
+        with self._lock:
+            return self._pool.candidates(count)
+
+    def set_spare(self, hashes: Iterable[BlockHash], spare: Collection[BlockHash]) -> None:
+        """As `BlockPool.set_spare`."""
+        with self._lock:
+            self._pool.set_spare(hashes, spare)
+
+    def set_wanted(self, wanted: Collection[BlockHash]) -> None:
+        """As `BlockPool.set_wanted`."""
+        with self._lock:
+            self._pool.set_wanted(wanted)
+
+    def hot_chains(self, others_of: Callable[[Sequence[BlockHash]], Sequence[int]]) -> list[HotChain]:
+        """Chains that were asked for more than once and live nowhere else, the most valuable first.
+
+        Args:
+            others_of: how many other workers hold each of these blocks; asked without the lock.
+        """
+        with self._lock:
+            blocks = [replace(block) for block in self._pool.blocks()]
+        hot = hot_hashes(blocks)
+        sole = [item for item, others in zip(hot, others_of(hot), strict=True) if not others]
+        return hot_chains(blocks, sole, hot)
+
+    def evict(self, selection: Selection) -> Purge:
+        """Evict what is selected and not needed now. Only the thread that allocates may call it, or under its lock."""
+        with self._lock:
+            self._expire()
+            purge = self._pool.purge(select(self._pool.blocks(), selection, self._clock_ns()))
+            self._gone(purge.victims)
+            return purge
 
     # -- content
 
@@ -182,7 +222,7 @@ class Segment:
             kept: list[BlockId] = []
             fresh: list[SealRequest] = []
             for block, checksum in zip(blocks, checksums, strict=True):
-                kept.append(self._pool.seal(block.block_id, block.block_hash, block.parent))
+                kept.append(self._pool.seal(block.block_id, block.block_hash, block.parent, block.work))
                 if kept[-1] == block.block_id:
                     self._checksums[block.block_id] = checksum
                     fresh.append(block)
@@ -204,7 +244,7 @@ class Segment:
             self._expire()
             self._next_lease += 1
             if len(self._leases) >= self.config.max_leases:
-                self.leases_refused += 1
+                self._totals["leases_refused"] += 1
                 return self._next_lease, (None,) * len(hashes)
             found = self._pool.pin(hashes)
             held = tuple(block_id for block_id in found if block_id is not None)
@@ -217,7 +257,7 @@ class Segment:
         with self._lock:
             lease = self._leases.pop(lease_id, None)
             if lease is not None:
-                self._pool.unpin(lease.block_ids)
+                self._pool.unpin(lease.block_ids, self._clock_ns())
             notify = self._on_room if lease is not None else None
         if notify is not None:
             notify()
@@ -239,10 +279,31 @@ class Segment:
         with self._lock:
             return self._pool.counts()
 
+    def tenants(self) -> dict[str, int]:
+        """As `BlockPool.tenants`."""
+        with self._lock:
+            return self._pool.tenants()
+
+    def totals(self) -> dict[str, int]:
+        """Running totals: ``evictions``; ``evicted_idle_ms``, how long victims had not been used, in sum;
+        ``evicted_kept``, those that an administrator wanted to stay; ``leases_expired``, ``leases_refused``."""
+        with self._lock:
+            return {name: self._totals[name] for name in TOTALS}
+
     def check(self) -> None:
         """As `BlockPool.check`."""
         with self._lock:
             self._pool.check()
+
+    def _gone(self, victims: Sequence[Victim]) -> None:
+        """Blocks left the pool: count and withdraw them."""
+        if not victims:
+            return
+        now_ns = self._clock_ns()
+        self._totals["evictions"] += len(victims)
+        self._totals["evicted_kept"] += sum(victim.kept for victim in victims)
+        self._totals["evicted_idle_ms"] += sum(now_ns - victim.used_ns for victim in victims) // 1_000_000
+        self._publisher.removed(self.config.tier, [victim.block_hash for victim in victims])
 
     def _checksum(self, block_id: BlockId) -> int:
         start = self.offset(block_id)
@@ -257,5 +318,5 @@ class Segment:
             lease_id = next(iter(self._leases))  # all leases last equally long: the oldest ends first
             if self._leases[lease_id].expires_ns > now_ns:
                 return
-            self._pool.unpin(self._leases.pop(lease_id).block_ids)
-            self.leases_expired += 1
+            self._pool.unpin(self._leases.pop(lease_id).block_ids, now_ns)
+            self._totals["leases_expired"] += 1

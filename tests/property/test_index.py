@@ -107,6 +107,22 @@ def _step(rng: random.Random, index: PrefixIndex, naive: NaiveIndex, chains: lis
         index.sweep(rng.choice([1, 5, 1000]))
 
 
+def _check_copies(index: PrefixIndex, naive: NaiveIndex, chain: list[BlockHash], group: int) -> None:
+    """Others are counted rightly, and exactly one of a block's visible holders is told that it keeps the block."""
+    told = {key: index.copies(key, chain, group=group) for key in WORKERS}
+    for place, item in enumerate(chain):
+        holders = {
+            key
+            for key in WORKERS
+            if key not in naive.hidden and any((item, group, tier) in naive.current[key] for tier in Tier)
+        }
+        for key in WORKERS:
+            others, kept = told[key][place]
+            assert others == len(holders - {key})
+            assert kept or key in holders or not others  # who does not hold it: somebody else keeps it
+        assert sum(not told[key][place][1] for key in holders) == bool(holders)
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), steps=st.integers(1, 120))
 def test_every_lookup_equals_the_naive_model_after_any_sequence_of_events(seed: int, steps: int) -> None:
@@ -122,6 +138,7 @@ def test_every_lookup_equals_the_naive_model_after_any_sequence_of_events(seed: 
         for chain in chains:
             group = rng.choice([0, 1])
             assert index.prefixes(chain, group=group, learn=rng.random() < 0.3) == naive.prefixes(chain, group)
+            _check_copies(index, naive, chain, group)
     while not index.sweep(3):
         index.check()
     assert index.entries == sum(map(len, naive.current.values())) + sum(map(len, naive.incoming.values()))

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from kvpool.errors import CapacityError, InvariantViolation
-from kvpool.store.pool import BlockPool, PoolCounts
+from kvpool.store.answers import PoolCounts
+from kvpool.store.pool import BlockPool
 from kvpool.store.ranges import FreeRanges
+from kvpool.store.worth import WORK_UNIT
 from kvpool.types import BlockHash, BlockId
 
 
@@ -86,7 +88,9 @@ def test_a_parent_leaves_after_its_children_even_when_it_was_used_less_recently(
     child = pool.match(chain)[1]
     pool.acquire([child])
     pool.release([child])
-    store(pool, hashes("z"))
+    other = store(pool, hashes("z"))
+    pool.acquire(other)
+    pool.release(other)
     assert pool.allocate(1).evicted == (chain[1],)
     assert pool.allocate(1).evicted == (chain[0],)
 
@@ -177,3 +181,79 @@ def test_check_sees_a_counter_that_lies() -> None:
     pool._evictable += 1
     with pytest.raises(InvariantViolation, match="evictable"):
         pool.check()
+
+
+def test_a_prompt_that_is_asked_for_again_outlives_a_scan_of_prompts_that_are_not() -> None:
+    pool = BlockPool(4)
+    hot = hashes("hot0", "hot1")
+    block_ids = store(pool, hot)
+    for _ in range(3):
+        pool.acquire(block_ids)
+        pool.release(block_ids)
+    for number in range(4):
+        store(pool, hashes(f"cold{number}a", f"cold{number}b"))
+    assert pool.match(hot) == block_ids
+    for number in range(4, 40):
+        store(pool, hashes(f"cold{number}a", f"cold{number}b"))
+    assert pool.match(hot) == []  # its merits fade
+
+
+def test_of_equal_blocks_the_copy_that_lives_elsewhere_leaves_before_the_sole_one() -> None:
+    pool = BlockPool(3)
+    for item in ("a", "b", "c"):
+        store(pool, hashes(item))
+    pool.set_spare(hashes("a", "b", "c"), set(hashes("c", "b")))
+    assert pool.counts().spare == 2
+    assert pool.allocate(2).evicted == (*hashes("b"), *hashes("c"))
+    pool.check()
+
+
+def test_a_block_that_costs_more_to_compute_again_stays_longer() -> None:
+    pool = BlockPool(2)
+    for item, work in (("deep", 4 * WORK_UNIT), ("shallow", WORK_UNIT)):
+        (block_id,) = pool.allocate(1).block_ids
+        pool.seal(block_id, hashes(item)[0], None, work)
+        pool.release([block_id])
+    assert pool.allocate(1).evicted == tuple(hashes("shallow"))
+
+
+def test_what_shall_be_kept_leaves_only_when_nothing_else_is_left() -> None:
+    pool = BlockPool(3)
+    pool.set_wanted(set(hashes("a", "later")))
+    store(pool, hashes("a"))
+    store(pool, hashes("b"))
+    store(pool, hashes("later"))
+    assert pool.counts().kept == 2
+    assert pool.allocate(1).evicted == tuple(hashes("b"))
+    last = pool.allocate(2)
+    assert [victim.kept for victim in last.victims] == [True, True]  # better than a request that never runs
+    pool.check()
+
+
+def test_a_tenant_over_its_quota_evicts_its_own_and_is_never_refused() -> None:
+    pool = BlockPool(8, {"*": 2, "big": 4})
+    first, second = (pool.allocate(1, tenant="small").block_ids[0] for _ in range(2))
+    pool.seal(first, hashes("s0")[0], None)
+    pool.seal(second, hashes("s1")[0], None)
+    pool.release([first])
+    pool.release([second])
+    assert pool.allocate(1, tenant="small").evicted == tuple(hashes("s0"))  # although others are free
+    assert pool.allocate(3, tenant="small").evicted == tuple(hashes("s1"))  # all in use: over the quota for now
+    assert pool.allocate(3, tenant="").evicted == ()
+    assert pool.tenants() == {"small": 4, "": 3}
+    pool.check()
+
+
+def test_a_purge_says_why_the_rest_stays() -> None:
+    pool = BlockPool(6)
+    chain = hashes("a", "b", "c", "d")
+    block_ids = store(pool, chain)
+    pool.acquire(block_ids[3:])
+    purge = pool.purge(chain)
+    assert (purge.victims, purge.in_use, purge.needed) == ((), 1, 3)
+    pool.release(block_ids[3:])
+    pool.set_wanted({chain[0]})
+    purge = pool.purge([*chain, *hashes("unknown")])
+    assert [victim.block_hash for victim in purge.victims] == [chain[3], chain[2], chain[1]]
+    assert (purge.in_use, purge.kept, purge.needed) == (0, 1, 0)
+    pool.check()

@@ -459,6 +459,88 @@ class LeaveResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Pin(_message.Message):
+    __slots__ = ("pin_id", "tenant", "hashes", "min_copies", "stamp_ns")
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    MIN_COPIES_FIELD_NUMBER: _ClassVar[int]
+    STAMP_NS_FIELD_NUMBER: _ClassVar[int]
+    pin_id: str
+    tenant: str
+    hashes: bytes
+    min_copies: int
+    stamp_ns: int
+    def __init__(self, pin_id: _Optional[str] = ..., tenant: _Optional[str] = ..., hashes: _Optional[bytes] = ..., min_copies: _Optional[int] = ..., stamp_ns: _Optional[int] = ...) -> None: ...
+
+class HolderAt(_message.Message):
+    __slots__ = ("key", "transport", "data_address", "blocks")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    key: WorkerKey
+    transport: str
+    data_address: bytes
+    blocks: int
+    def __init__(self, key: _Optional[_Union[WorkerKey, _Mapping]] = ..., transport: _Optional[str] = ..., data_address: _Optional[bytes] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class Duty(_message.Message):
+    __slots__ = ("pin_id", "holders")
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    pin_id: str
+    holders: _containers.RepeatedCompositeFieldContainer[HolderAt]
+    def __init__(self, pin_id: _Optional[str] = ..., holders: _Optional[_Iterable[_Union[HolderAt, _Mapping]]] = ...) -> None: ...
+
+class TendRequest(_message.Message):
+    __slots__ = ("key", "hashes", "pins_digest", "pins")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    PINS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    key: WorkerKey
+    hashes: bytes
+    pins_digest: int
+    pins: _containers.RepeatedCompositeFieldContainer[Pin]
+    def __init__(self, key: _Optional[_Union[WorkerKey, _Mapping]] = ..., hashes: _Optional[bytes] = ..., pins_digest: _Optional[int] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ...) -> None: ...
+
+class TendResponse(_message.Message):
+    __slots__ = ("others", "spare", "pins_digest", "pins", "duties")
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
+    SPARE_FIELD_NUMBER: _ClassVar[int]
+    PINS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    DUTIES_FIELD_NUMBER: _ClassVar[int]
+    others: bytes
+    spare: bytes
+    pins_digest: int
+    pins: _containers.RepeatedCompositeFieldContainer[Pin]
+    duties: _containers.RepeatedCompositeFieldContainer[Duty]
+    def __init__(self, others: _Optional[bytes] = ..., spare: _Optional[bytes] = ..., pins_digest: _Optional[int] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., duties: _Optional[_Iterable[_Union[Duty, _Mapping]]] = ...) -> None: ...
+
+class PinsRequest(_message.Message):
+    __slots__ = ("pins",)
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    pins: _containers.RepeatedCompositeFieldContainer[Pin]
+    def __init__(self, pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ...) -> None: ...
+
+class PinView(_message.Message):
+    __slots__ = ("pin", "holders", "longest_blocks")
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    pin: Pin
+    holders: _containers.RepeatedCompositeFieldContainer[WorkerKey]
+    longest_blocks: int
+    def __init__(self, pin: _Optional[_Union[Pin, _Mapping]] = ..., holders: _Optional[_Iterable[_Union[WorkerKey, _Mapping]]] = ..., longest_blocks: _Optional[int] = ...) -> None: ...
+
+class PinsResponse(_message.Message):
+    __slots__ = ("pins",)
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    pins: _containers.RepeatedCompositeFieldContainer[PinView]
+    def __init__(self, pins: _Optional[_Iterable[_Union[PinView, _Mapping]]] = ...) -> None: ...
+
 class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

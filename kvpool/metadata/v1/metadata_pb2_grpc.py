@@ -79,6 +79,16 @@ class MetadataServiceStub:
                 request_serializer=kvpool_dot_v1_dot_metadata__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_metadata__pb2.LeaveResponse.FromString,
                 _registered_method=True)
+        self.Tend = channel.unary_unary(
+                '/kvpool.v1.MetadataService/Tend',
+                request_serializer=kvpool_dot_v1_dot_metadata__pb2.TendRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_metadata__pb2.TendResponse.FromString,
+                _registered_method=True)
+        self.Pins = channel.unary_unary(
+                '/kvpool.v1.MetadataService/Pins',
+                request_serializer=kvpool_dot_v1_dot_metadata__pb2.PinsRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_metadata__pb2.PinsResponse.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/kvpool.v1.MetadataService/Describe',
                 request_serializer=kvpool_dot_v1_dot_metadata__pb2.DescribeRequest.SerializeToString,
@@ -152,6 +162,20 @@ class MetadataServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tend(self, request, context):
+        """A worker's housekeeping: what it may evict with less regret, which prefixes it should keep, which it should copy.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pins(self, request, context):
+        """Merge pins, then say which there are and who holds them. Idempotent; with no pins it only asks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Describe(self, request, context):
         """Members, sizes and counters, for people and monitoring.
         """
@@ -206,6 +230,16 @@ def add_MetadataServiceServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=kvpool_dot_v1_dot_metadata__pb2.LeaveRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_metadata__pb2.LeaveResponse.SerializeToString,
+            ),
+            'Tend': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tend,
+                    request_deserializer=kvpool_dot_v1_dot_metadata__pb2.TendRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_metadata__pb2.TendResponse.SerializeToString,
+            ),
+            'Pins': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pins,
+                    request_deserializer=kvpool_dot_v1_dot_metadata__pb2.PinsRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_metadata__pb2.PinsResponse.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -456,6 +490,60 @@ class MetadataService:
             '/kvpool.v1.MetadataService/Leave',
             kvpool_dot_v1_dot_metadata__pb2.LeaveRequest.SerializeToString,
             kvpool_dot_v1_dot_metadata__pb2.LeaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.MetadataService/Tend',
+            kvpool_dot_v1_dot_metadata__pb2.TendRequest.SerializeToString,
+            kvpool_dot_v1_dot_metadata__pb2.TendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.MetadataService/Pins',
+            kvpool_dot_v1_dot_metadata__pb2.PinsRequest.SerializeToString,
+            kvpool_dot_v1_dot_metadata__pb2.PinsResponse.FromString,
             options,
             channel_credentials,
             insecure,
