@@ -21,6 +21,7 @@ MAX_TRACES = 1024
 """Pins that were taken back and are still known; the oldest are forgotten."""
 
 MAX_COPIES = 1024
+MAX_TENANT_LENGTH = 256
 MAX_DUTIES = 4
 """Chains that one worker is asked to copy at a time."""
 
@@ -110,6 +111,8 @@ def check_pin(pin: Pin) -> None:
     """
     if len(pin.pin_id) != 2 * BLOCK_HASH_BYTES:
         raise RequestError(f"a pin's id is a block hash in hexadecimal, got {pin.pin_id[:64]!r}", field="pin_id")
+    if len(pin.tenant) > MAX_TENANT_LENGTH:
+        raise RequestError(f"a tenant has at most {MAX_TENANT_LENGTH} characters", field="tenant")
     if not 0 <= pin.min_copies <= MAX_COPIES:
         raise RequestError(f"min_copies must be in [0, {MAX_COPIES}], got {pin.min_copies}", field="min_copies")
     if len(pin.chain) > MAX_PIN_BLOCKS:

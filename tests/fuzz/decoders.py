@@ -27,7 +27,7 @@ from kvpool.errors import StaleError
 from kvpool.faults.checker import check_history
 from kvpool.faults.history import parse_record, read_history
 from kvpool.jsontext import parse_json
-from kvpool.metadata import rpc, wire
+from kvpool.metadata import pins_wire, rpc, wire
 from kvpool.metadata.events import MemberView
 from kvpool.metadata.security import Security
 from kvpool.metadata.server import parse_options
@@ -274,6 +274,10 @@ TABLE: tuple[Decoder, ...] = (
             messages(pb.Placement, {"member": st.integers(0, 2)})),
     _direct("kvpool.metadata.wire.prefixes_from_wire", wire.prefixes_from_wire,
             st.lists(messages(pb.WorkerPrefix), max_size=3)),
+    _direct("kvpool.metadata.pins_wire.pins_from_wire", pins_wire.pins_from_wire,
+            st.lists(messages(pb.Pin), max_size=3)),
+    _direct("kvpool.metadata.pins_wire.view_from_wire", pins_wire.view_from_wire, messages(pb.PinView)),
+    _direct("kvpool.metadata.pins_wire.tending_from_wire", pins_wire.tending_from_wire, messages(pb.TendResponse)),
     Decoder("kvpool.metadata.rpc.error_from_rpc", json_files(RPC_ERROR), _error_from_rpc),
     Decoder("kvpool.metadata.security.Security.from_environment", st.binary(max_size=60), _security),
     _direct("kvpool.metadata.server.parse_options", parse_options, st.lists(st.sampled_from(_ARGUMENTS), max_size=4),

@@ -42,6 +42,7 @@ CALLS = {
     "Report": (pb.ReportRequest, pb.ReportResponse), "Lookup": (pb.LookupRequest, pb.LookupResponse),
     "Suspect": (pb.SuspectRequest, pb.SuspectResponse), "Drain": (pb.DrainRequest, pb.DrainResponse),
     "Leave": (pb.LeaveRequest, pb.LeaveResponse), "Publish": (pb.EventBatch, pb.BatchAck),
+    "Tend": (pb.TendRequest, pb.TendResponse), "Pins": (pb.PinsRequest, pb.PinsResponse),
 }  # fmt: skip
 JOIN = pb.JoinRequest(
     info={"key": {"worker_id": "w0", "worker_epoch": 1}, "role": 1, "transport": "memory", "block_tokens": 16,
