@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from kvpool.errors import ConfigError
 from kvpool.transport.base import Transport
 
-TRANSPORTS = ("ucx", "memory")
+TRANSPORTS = ("ucx", "nixl", "memory")
 SHAPED = "shaped:"
 """Prefix of a name: the same transport with links that can be made slow, lossy or corrupt, for fault runs."""
 
@@ -42,4 +42,8 @@ def create_transport(
         from kvpool.transport.ucx import UcxOptions, UcxTransport
 
         return UcxTransport(UcxOptions(settings=settings or {}), on_failure=on_failure)
+    if name == "nixl":
+        from kvpool.transport.nixl import NixlOptions, NixlTransport
+
+        return NixlTransport(NixlOptions.from_settings(settings or {}), on_failure=on_failure)
     raise ConfigError(f"unknown transport {name!r}; known are {', '.join(TRANSPORTS)}", field="transport")

@@ -12,6 +12,8 @@ from kvpool.errors import IntegrityError, PeerGoneError, RequestError, StaleErro
 from kvpool.transport import create_transport
 from kvpool.transport.base import BlockStatus, Peer, ReadProgress, ReadState, Transport
 from kvpool.transport.memory import MemoryTransport
+from kvpool.transport.nixl import NixlTransport
+from kvpool.transport.nixl.agent import installed
 from kvpool.transport.shaping import ShapingTransport
 from kvpool.transport.ucx import UcxOptions, UcxTransport
 from kvpool.types import WorkerEpoch, WorkerId, WorkerKey
@@ -26,11 +28,14 @@ MAKERS: dict[str, Callable[[], Transport]] = {
     "ucx-tcp": lambda: UcxTransport(UcxOptions(settings={"TLS": "tcp,self"})),
     "shaped-memory": lambda: ShapingTransport(MemoryTransport()),
     "shaped-ucx": lambda: ShapingTransport(UcxTransport()),
+    "nixl": NixlTransport,
 }
 
 
 @pytest.fixture(params=MAKERS, scope="module")
 def make(request: pytest.FixtureRequest) -> Callable[[], Transport]:
+    if request.param == "nixl" and not installed():
+        pytest.skip("NIXL is not installed: pip install 'kvpool[nixl]'")
     return MAKERS[request.param]
 
 

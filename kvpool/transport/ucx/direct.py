@@ -19,12 +19,11 @@ import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from kvpool.errors import KVPoolError, PeerGoneError
+from kvpool.transport.host import host_id
 from kvpool.transport.verify import Check
 from kvpool.transport.wire import Window
 
@@ -79,7 +78,7 @@ class DirectMemory:
         self._segment = np.frombuffer(segment, dtype=np.uint8)
         self._base = int(self._segment.ctypes.data)
         self._cookie = ctypes.c_uint64(int.from_bytes(os.urandom(_COOKIE_BYTES), "little") | 1)
-        self.host = _host_id() if _allows_shared_memory(settings) else 0
+        self.host = host_id() if _allows_shared_memory(settings) else 0
 
     def window(self, reader_host: int, offsets: Sequence[int]) -> Window | None:
         """Where a reader on ``reader_host`` finds these offsets of the segment; None for a reader elsewhere."""
@@ -154,15 +153,6 @@ def _allows_shared_memory(settings: Mapping[str, str]) -> bool:
     if chosen.startswith("^"):
         return not set(chosen[1:].split(",")) & set(SHARED_MEMORY_TLS)
     return bool(set(chosen.split(",")) & set(SHARED_MEMORY_TLS))
-
-
-def _host_id() -> int:
-    """Equal for two processes exactly when each can name the other by its process id; 0 when that cannot be known."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return xxhash.xxh3_64_intdigest(f"{boot} {os.stat('/proc/self/ns/pid').st_ino}".encode()) | 1
-    except OSError:
-        return 0
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
