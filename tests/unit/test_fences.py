@@ -39,6 +39,8 @@ PURE = (
     "kvpool/metadata/outbox.py",
     "kvpool/metadata/view.py",
     "kvpool/transfer/machine.py",
+    "kvpool/transport/fair.py",
+    "kvpool/transport/wire.py",
     "kvpool/transport/compression.py",
     "kvpool/transport/staging.py",
     "kvpool/transport/switch.py",

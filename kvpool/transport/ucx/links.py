@@ -1,15 +1,16 @@
-"""What the reader's half keeps: links to peers, reads, pulls and posted runs. State without behaviour."""
+"""What the reader's half keeps: links to peers, reads, pulls, runs in flight. State, and what follows from it alone."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvpool.errors import KVPoolError
-from kvpool.transport.base import Peer
+from kvpool.errors import IntegrityError, KVPoolError
+from kvpool.transport.base import BlockWant, Peer
 from kvpool.transport.handle import ReadTask
 from kvpool.transport.ucx.fabric import Connection, Operation
-from kvpool.transport.wire import Run, Window
+from kvpool.transport.verify import Check
+from kvpool.transport.wire import Offer, Run, Window, identity_digest, runs_of_offer
 
 
 @dataclass(slots=True, eq=False)
@@ -38,10 +39,54 @@ class OpenPull:
     base: int  # index of its first block in the read
     blocks: int
     runs: tuple[Run, ...] | None = None  # None until the offer came
+    run_bytes: tuple[int, ...] = ()
     checksums: tuple[int | None, ...] = ()
     window: Window | None = None  # where this half fetches the runs itself; None: they are granted
     granted: int = 0
     open_runs: int = 0
+
+    @property
+    def urgency_ns(self) -> int:
+        """Of its request; lower goes first."""
+        return self.reading.task.request.urgency_ns
+
+    @property
+    def wants(self) -> tuple[BlockWant, ...]:
+        """What it is about, in order."""
+        return self.reading.task.request.blocks[self.base : self.base + self.blocks]
+
+    @property
+    def to_grant(self) -> bool:
+        """Whether it is wanted and has runs that do not move yet."""
+        return self.granted < len(self.run_bytes) and self.reading.gave_up_ns is None
+
+    def take_offer(self, offer: Offer, block_bytes: int) -> None:
+        """Take the holder's runs over.
+
+        Raises:
+            IntegrityError: the offer does not answer this pull.
+        """
+        peer = str(self.reading.link.peer.key)
+        if offer.identity != identity_digest([want.block_hash for want in self.wants]):
+            raise IntegrityError("the holder answered for other blocks", peer=peer)
+        if len(offer.checksums) != self.blocks:
+            raise IntegrityError("the offer has another length than the pull", peer=peer)
+        self.runs = runs_of_offer(offer, [want.dest_offset for want in self.wants], block_bytes)
+        self.run_bytes = tuple(run.blocks * block_bytes for run in self.runs)
+        self.checksums = offer.checksums
+
+    def next_flight(self) -> Flight:
+        """The next run, as it will fly; `launch` says that it does."""
+        assert self.runs is not None
+        run = self.runs[self.granted]
+        start = self.reading.task.request.blocks[self.base + run.first].dest_offset
+        return Flight(self, self.granted, run, self.run_bytes[self.granted], start)
+
+    def launch(self, flight: Flight) -> None:
+        """The next run is in flight from here on."""
+        self.granted += 1
+        self.open_runs += 1
+        self.reading.link.in_flight_bytes += flight.run_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,9 +94,16 @@ class Flight:
     """A run in flight: granted, or given to a helper to fetch."""
 
     pull: OpenPull
+    index: int  # of the run in the pull
     run: Run
     run_bytes: int
     offset: int  # where it goes in the segment
+
+    def check(self, segment: memoryview, block_bytes: int) -> Check:
+        """What its bytes must be once they are there."""
+        sums = self.pull.checksums[self.run.first : self.run.first + self.run.blocks]
+        expected = tuple(total for total in sums if total is not None)
+        return Check(segment[self.offset : self.offset + self.run_bytes], block_bytes, expected)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,10 +122,17 @@ class Link:
     link_id: int
     connection: Connection
     last_progress_ns: int
-    waiting: list[tuple[int, int, OpenPull]] = field(default_factory=list)
+    waiting: list[OpenPull] = field(default_factory=list)
     asked: dict[int, OpenPull] = field(default_factory=dict)
     posted: deque[PostedRun] = field(default_factory=deque)
     readings: set[Reading] = field(default_factory=set)
     in_flight_bytes: int = 0
     fetches: bool | None = None  # whether the peer's memory can be read from here; None until that was tried
+    asks: int = 0
+    turns: int = 0
     broken_ns: int | None = None
+
+    @property
+    def to_grant(self) -> list[OpenPull]:
+        """Pulls whose reads are wanted and that have runs to move."""
+        return [pull for pull in self.asked.values() if pull.to_grant]

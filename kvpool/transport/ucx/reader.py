@@ -20,9 +20,7 @@ Invariants:
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import functools
 import itertools
 import os
 from collections import deque
@@ -39,12 +37,14 @@ from kvpool.errors import (
     TransferError,
 )
 from kvpool.transport.base import BlockStatus, Peer
+from kvpool.transport.fair import pick
 from kvpool.transport.handle import LocalEnd, ReadTask
-from kvpool.transport.ucx.direct import DirectMemory, Fetched, Fragment
+from kvpool.transport.ucx.direct import DirectMemory, Fetched
 from kvpool.transport.ucx.fabric import Operation, PortSet
+from kvpool.transport.ucx.grants import Granter
 from kvpool.transport.ucx.links import Flight, Link, OpenPull, PostedRun, Reading
 from kvpool.transport.ucx.settings import UcxOptions
-from kvpool.transport.verify import INLINE_BYTES, Check, Helpers
+from kvpool.transport.verify import INLINE_BYTES, Helpers
 from kvpool.transport.wire import (
     CONTROL_TAG,
     MAX_PULL_BLOCKS,
@@ -55,16 +55,11 @@ from kvpool.transport.wire import (
     Pull,
     Refuse,
     Stop,
-    Window,
-    data_tag,
     encode,
-    identity_digest,
-    runs_of_offer,
 )
 from kvpool.types import WorkerKey
 
 TICK_NS = 5_000_000
-FETCH_BYTES = 2 << 20  # what a helper fetches before it reports
 Verdicts = Sequence[Sequence[bool]]
 REFUSALS: dict[str, type[KVPoolError]] = {
     cls.code: cls
@@ -91,6 +86,7 @@ class ReaderHalf:
         self._sends: list[Operation] = []
         self._sequences = itertools.count(1)
         self._grant_due = False
+        self._granter = Granter(local, options, helpers, memory)
         self._next_tick_ns = 0
         self.reads = self.reads_failed = self.blocks_read = self.bytes_read = self.corrupt_blocks = 0
         self.open_reads = self.protocol_errors = 0
@@ -119,7 +115,7 @@ class ReaderHalf:
         for base in range(0, len(task.request.blocks), step):
             sequence = next(self._sequences)
             pull = OpenPull(sequence, reading, base, min(step, len(task.request.blocks) - base))
-            bisect.insort(link.waiting, (task.request.urgency_ns, sequence, pull), key=lambda item: item[:2])
+            link.waiting.append(pull)
             reading.pulls_left += 1
         self._ask(link, now_ns)
 
@@ -232,8 +228,8 @@ class ReaderHalf:
 
     def _ask(self, link: Link, now_ns: int) -> None:
         while link.waiting and len(link.asked) < self._options.open_pulls_per_link and link.broken_ns is None:
-            _, _, pull = link.waiting.pop(0)
-            wants = pull.reading.task.request.blocks[pull.base : pull.base + pull.blocks]
+            pull = link.waiting.pop(pick(link.waiting, link.asks))
+            link.asks += 1
             message = Pull(
                 sequence=pull.sequence,
                 link_id=link.link_id,
@@ -241,8 +237,8 @@ class ReaderHalf:
                 reader=self._key,
                 reader_address=link.connection.port.address,
                 holder=link.peer.key,
-                hashes=tuple(want.block_hash for want in wants),
-                offsets=tuple(want.dest_offset for want in wants),
+                hashes=tuple(want.block_hash for want in pull.wants),
+                offsets=tuple(want.dest_offset for want in pull.wants),
                 host=self._memory.host,
             )
             if not link.asked:
@@ -253,18 +249,12 @@ class ReaderHalf:
             self._send(link, message)
 
     def _take_offer(self, link: Link, pull: OpenPull, offer: Offer, now_ns: int) -> None:
-        wants = pull.reading.task.request.blocks[pull.base : pull.base + pull.blocks]
         try:
-            if offer.identity != identity_digest([want.block_hash for want in wants]):
-                raise IntegrityError("the holder answered for other blocks", peer=str(link.peer.key))
-            if len(offer.checksums) != pull.blocks:
-                raise IntegrityError("the offer has another length than the pull", peer=str(link.peer.key))
-            pull.runs = runs_of_offer(offer, [want.dest_offset for want in wants], self._block_bytes)
+            pull.take_offer(offer, self._block_bytes)
         except IntegrityError as error:
             self.protocol_errors += 1
             self._give_up(pull.reading, error, now_ns)
             return
-        pull.checksums = offer.checksums
         if offer.window is not None and link.fetches is None:
             link.fetches = self._memory.reaches(offer.window)
         pull.window = offer.window if link.fetches else None
@@ -278,83 +268,13 @@ class ReaderHalf:
             pull.reading.task.publish()
 
     def _grant(self, now_ns: int) -> None:
-        """Post receives for the most urgent runs that fit the windows, then tell the holders."""
+        """Let move what has its turn and fits the windows."""
         self._grant_due = False
-        ready = [
-            (pull.reading.task.request.urgency_ns, pull.sequence, link, pull)
-            for link in self._links.values()
-            for pull in link.asked.values()
-            if pull.runs is not None and pull.granted < len(pull.runs)
-        ]
-        ready.sort(key=lambda item: item[:2])
-        for _, _, link, pull in ready:
-            if pull.window is not None:
-                self._fetch(link, pull, pull.window)
-                continue
-            if link.in_flight_bytes > self._options.link_window_bytes // 2:
-                continue  # a message per freed run would cost more than it gains
-            if len(link.posted) > self._options.link_window_runs // 2:
-                continue
-            before = pull.granted
-            try:
-                while self._fits(link, pull):
-                    self._post(link, pull)
-            except KVPoolError as error:
-                self._break(link, error, now_ns)
-                continue
-            if pull.granted > before:
-                self._send(link, Grant(pull.sequence, link.link_id, pull.granted))
-
-    def _fits(self, link: Link, pull: OpenPull) -> bool:
-        if pull.runs is None or pull.granted == len(pull.runs) or link.broken_ns is not None:
-            return False
-        if not link.connection.alive or len(link.posted) >= self._options.link_window_runs:
-            return False
-        size = pull.runs[pull.granted].blocks * self._block_bytes
-        fits_link = link.in_flight_bytes == 0 or link.in_flight_bytes + size <= self._window_of(link)
-        # What a fence still holds is not on its way any more and must not starve the living links.
-        total = sum(other.in_flight_bytes for other in self._links.values())
-        return fits_link and (total == 0 or total + size <= self._options.process_window_bytes)
-
-    def _window_of(self, link: Link) -> int:
-        return self._options.fetch_window_bytes if link.fetches else self._options.link_window_bytes
-
-    def _post(self, link: Link, pull: OpenPull) -> None:
-        tag = data_tag(pull.sequence, pull.granted)
-        flight = self._launch(link, pull)
-        into = self._segment[flight.offset : flight.offset + flight.run_bytes]
-        link.posted.append(PostedRun(link.connection.receive(into, tag), flight))
-
-    def _fetch(self, link: Link, pull: OpenPull, window: Window) -> None:
-        """Let the helpers fetch what fits, some runs at a time."""
-        while self._fits(link, pull):
-            first, flights, size = pull.granted, [], 0
-            while size < FETCH_BYTES and self._fits(link, pull):
-                flights.append(self._launch(link, pull))
-                size += flights[-1].run_bytes
-            self._helpers.submit(
-                functools.partial(self._fetch_now, window, first, flights),
-                functools.partial(self._take_fetched, link, flights),
-            )
-
-    def _fetch_now(self, window: Window, first: int, flights: list[Flight]) -> Fetched:
-        """On a helper's thread."""
-        reading = flights[0].pull.reading
-        fragments = [
-            Fragment(window.addresses[first + step], flight.offset, self._check_of(flight))
-            for step, flight in enumerate(flights)
-        ]
-        return self._memory.fetch(window, fragments, lambda: reading.gave_up_ns is None)
-
-    def _launch(self, link: Link, pull: OpenPull) -> Flight:
-        assert pull.runs is not None
-        run = pull.runs[pull.granted]
-        start = pull.reading.task.request.blocks[pull.base + run.first].dest_offset
-        flight = Flight(pull, run, run.blocks * self._block_bytes, start)
-        link.in_flight_bytes += flight.run_bytes
-        pull.granted += 1
-        pull.open_runs += 1
-        return flight
+        granted, failed = self._granter.give(self._links.values(), self._take_fetched)
+        for pull in granted:
+            self._send(pull.reading.link, Grant(pull.sequence, pull.reading.link.link_id, pull.granted))
+        for link, error in failed:
+            self._break(link, error, now_ns)
 
     def _send(self, link: Link, message: Message) -> None:
         try:
@@ -396,7 +316,7 @@ class ReaderHalf:
 
     def _verify(self, link: Link, arrived: list[Flight], now_ns: int) -> None:
         """Check every block of runs that landed, here or on a helper's thread."""
-        checks = [self._check_of(flight) for flight in arrived]
+        checks = [flight.check(self._segment, self._block_bytes) for flight in arrived]
 
         def check() -> Verdicts:
             return [check.run() for check in checks]
@@ -405,12 +325,6 @@ class ReaderHalf:
             self._judge(link, arrived, check(), now_ns)
         else:
             self._helpers.submit(check, lambda verdicts, then_ns: self._judge(link, arrived, verdicts, then_ns))
-
-    def _check_of(self, flight: Flight) -> Check:
-        run = flight.run
-        sums = flight.pull.checksums[run.first : run.first + run.blocks]
-        expected = tuple(total for total in sums if total is not None)
-        return Check(self._segment[flight.offset : flight.offset + flight.run_bytes], self._block_bytes, expected)
 
     def _take_fetched(self, link: Link, flights: list[Flight], fetched: Fetched, now_ns: int) -> None:
         """Settle runs that a helper fetched; those it did not fetch belong to a read or a link that is given up."""
@@ -481,8 +395,8 @@ class ReaderHalf:
         """Stop one read: drop what was not granted, let the rest drain."""
         link = reading.link
         reading.note_give_up(error, now_ns)
-        dropped = [item for item in link.waiting if item[2].reading is reading]
-        link.waiting = [item for item in link.waiting if item[2].reading is not reading]
+        dropped = [pull for pull in link.waiting if pull.reading is reading]
+        link.waiting = [pull for pull in link.waiting if pull.reading is not reading]
         reading.pulls_left -= len(dropped)
         mine = [pull for pull in link.asked.values() if pull.reading is reading]
         for pull in mine:
