@@ -308,7 +308,7 @@ class Worker(Process):
 
     def __init__(self, world: World, worker_id: str, epoch: int) -> None:
         super().__init__(world)
-        self.info: MemberInfo = member(worker_id, epoch)
+        self.info: MemberInfo = self.describe(worker_id, epoch)
         self.held: dict[BlockHash, Tier] = {}
         self.ever: set[BlockHash] = set()
         self.incarnation = epoch
@@ -317,9 +317,16 @@ class Worker(Process):
             self.every(BEAT_NS, link.beat)
         self.every(12 * MS, self.change)
 
+    def describe(self, worker_id: str, epoch: int) -> MemberInfo:
+        return member(worker_id, epoch)
+
+    def die(self) -> None:
+        """Killed."""
+        self.up = False
+
     def fenced(self) -> None:
         """A newer incarnation exists: stop."""
-        self.up = False
+        self.die()
 
     def snapshot(self) -> list[tuple[Tier, BlockHash]]:
         return [(tier, item) for item, tier in self.held.items()]
@@ -382,11 +389,17 @@ class Router(Process):
             self.view.begin(header)
             self.view.fill(parts)
             self.view.finish()
+            self.changed()
+
+    def changed(self) -> None:
+        """The view is another one."""
 
     def on_delta(self, stream: int, delta: Any) -> None:
         if stream == self.stream:
             self.heard_ns = self.now_ns
-            if not self.view.apply(delta):
+            if self.view.apply(delta):
+                self.changed()
+            else:
                 self.connect()
 
     def on_alive(self, stream: int, epoch: int, sequence: int) -> None:
@@ -422,7 +435,7 @@ class World:
         self.replicas = [Replica(self) for _ in range(self.rng.choice([1, 2]))]
         self.incarnations: dict[WorkerKey, Worker] = {}
         self.workers = [self.spawn(f"w{number}") for number in range(3)]
-        self.routers = [Router(self) for _ in range(2)]
+        self.routers = [self.new_router() for _ in range(2)]
 
     # -- time and messages --------------------------------------------------------------------------------------
 
@@ -454,8 +467,14 @@ class World:
 
     # -- faults -------------------------------------------------------------------------------------------------
 
+    def new_worker(self, worker_id: str, epoch: int) -> Worker:
+        return Worker(self, worker_id, epoch)
+
+    def new_router(self) -> Router:
+        return Router(self)
+
     def spawn(self, worker_id: str) -> Worker:
-        worker = Worker(self, worker_id, 1 + sum(key.worker_id == worker_id for key in self.incarnations))
+        worker = self.new_worker(worker_id, 1 + sum(key.worker_id == worker_id for key in self.incarnations))
         self.incarnations[worker.info.key] = worker
         return worker
 
@@ -477,30 +496,43 @@ class World:
             while mean_ns and (time_ns := time_ns + int(self.rng.expovariate(1 / mean_ns))) < FAULT_TIME_NS:
                 self.at(time_ns, fault)
 
+    def note(self, text: str) -> None:
+        """Something worth a line when a run is replayed."""
+
     def crash(self) -> None:
         """Kill a replica, or a worker whose successor starts at once, or leave the old one running as a zombie."""
         if self.rng.random() < 0.4:
             replica = self.rng.choice(self.replicas)
             if replica.up:
+                self.note(f"replica {self.replicas.index(replica)} crashes")
                 replica.crash()
                 self.after(self.rng.randrange(1, 400 * MS), lambda: None if replica.up else replica.start())
             return
         number = self.rng.randrange(len(self.workers))
         old = self.workers[number]
         if self.rng.random() < 0.5:
-            old.up = False
+            old.die()
         elif self.rng.random() < 0.5:
             old.paused_until_ns = self.now_ns + self.rng.randrange(600 * MS)
+        state = "dies" if not old.up else "becomes a zombie" + (", asleep" if old.paused_until_ns > self.now_ns else "")
+        self.note(f"{old.info.key} {state}")
         self.workers[number] = self.spawn(str(old.info.key.worker_id))
 
     def pause(self) -> None:
         """Freeze a process, often past its lease."""
         process = self.rng.choice([*self.replicas, *self.workers, *self.routers])
         process.paused_until_ns = self.now_ns + self.rng.randrange(2 * LEASE_NS)
+        self.note(f"{self.name_of(process)} sleeps for {(process.paused_until_ns - self.now_ns) / MS:.0f} ms")
 
     def jump(self) -> None:
         """A monotonic clock leaps forward, as after a virtual machine was suspended."""
-        self.rng.choice([*self.replicas, *self.workers]).clock_offset_ns += self.rng.randrange(2 * LEASE_NS)
+        process = self.rng.choice([*self.replicas, *self.workers])
+        process.clock_offset_ns += self.rng.randrange(2 * LEASE_NS)
+        self.note(f"the clock of {self.name_of(process)} is now {process.clock_offset_ns / MS:.0f} ms ahead")
+
+    def name_of(self, process: Process) -> str:
+        """For people."""
+        return str(process.info.key) if isinstance(process, Worker) else type(process).__name__.lower()
 
     # -- a run --------------------------------------------------------------------------------------------------
 
