@@ -36,6 +36,7 @@ from kvpool.reports import LoadSample
 from kvpool.tokenizer import read_tokenizer_files
 from kvpool.transport import wire as data_wire
 from kvpool.transport.compression import Codec, PlanePlan, decode_frame, encode_frame, frame_bound
+from kvpool.transport.nixl.control import Endpoint
 from kvpool.types import BlockHash, MemberState, Tier, WorkerEpoch, WorkerId, WorkerKey
 from router import keeper
 from router.learned import Learned
@@ -265,6 +266,8 @@ TABLE: tuple[Decoder, ...] = (
             lambda raw: decode_frame(memoryview(raw), memoryview(bytearray(FRAME_BYTES))),
             st.sampled_from(_frames()).flatmap(mutants)),
     _direct("kvpool.jsontext.parse_json", parse_json, json_files(MOONCAKE), ValueError),
+    _direct("kvpool.transport.nixl.control.Endpoint.decode", Endpoint.decode,
+            st.just(Endpoint(7, "10.0.0.1", 99).encode()).flatmap(mutants)),
     Decoder("kvpool.transport.wire.decode", st.sampled_from(CONTROL).map(data_wire.encode).flatmap(mutants),
             _offered_runs),
     *(_direct(f"kvpool.metadata.wire.{name}_from_wire", getattr(wire, f"{name}_from_wire"), messages(kind))
@@ -318,6 +321,9 @@ NO_DECODERS = {
     "kvpool.transport.shaping.ShapingTransport.read": "a command",
     "kvpool.transfer.loader.Loader.read": "a command",
     "kvpool.transport.ucx.transport.UcxTransport.read": "a command",
+    "kvpool.transport.nixl.transport.NixlTransport.read": "a command; answers are parsed by kvpool.transport.wire",
+    "kvpool.transport.nixl.agent.Agent.read": "a command; the library moves the bytes, the checksum judges them",
+    "kvpool.transport.nixl.transport.NixlOptions.from_settings": "settings that the program chose, refused by name",
     "kvpool.transport.ucx.errors.from_ucx": "maps an exception",
     "kvpool.cluster.manual.ManualRouter.load": "builds a plan in a program",
     "router.policies.common.Rule.load_on": "builds a decision",
