@@ -19,6 +19,7 @@ from kvpool.request import MAX_TOP_LOGPROBS, FinishReason, GenerateResult, Token
 MAX_TIMEOUT_S = 3600.0
 MAX_STOP_STRINGS = 16
 MAX_SHOWN_ERRORS = 5
+MAX_SHOWN_CHARS = 200
 
 Json = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
@@ -162,11 +163,12 @@ def parse_body(kind: type[Body], raw: bytes) -> Body:
         found = error.errors(include_url=False, include_input=False, include_context=False)
         shown = "; ".join(f"{_place(item)}: {item['msg']}" for item in found[:MAX_SHOWN_ERRORS])
         field = found[0]["loc"][0] if found[0]["loc"] else "body"
-        raise RequestError(f"malformed body: {shown}", field=str(field)) from error
+        raise RequestError(f"malformed body: {shown}", field=str(field)[:MAX_SHOWN_CHARS]) from error
 
 
 def _place(item: Mapping[str, Any]) -> str:
-    return ".".join(str(part) for part in item["loc"]) or "body"
+    place = ".".join(str(part) for part in item["loc"]) or "body"
+    return place if len(place) <= MAX_SHOWN_CHARS else f"{place[:MAX_SHOWN_CHARS]}…"
 
 
 @dataclass(slots=True)

@@ -70,7 +70,8 @@ def _filled(base: Any, data: Any, place: str) -> Any:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(known)}"
-            raise ConfigError(f"unknown policy parameter {place}.{name}{hint}", field=f"{place}.{name}")
+            wrong = f"{place}.{name}"[:200]
+            raise ConfigError(f"unknown policy parameter {wrong}{hint}", field=wrong)
         old = getattr(base, name)
         changed[name] = (
             _filled(old, value, f"{place}.{name}") if is_dataclass(old) else _checked(old, value, place, name)

@@ -141,8 +141,8 @@ def parse_record(number: int, record: Mapping[str, Any]) -> Recorded:
         )
         ttft_ns = None if outcome is None else int(outcome["ttft_ns"])
         made = Recorded(str(record["decision_id"]), str(record["policy"]), chosen, options, ttft_ns)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise RequestError(f"record {number} is malformed: {error!r}", record=number) from error
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        raise RequestError(f"record {number} is malformed: {error!r:.200}", record=number) from error
     if not any(item.plan == REDO for item in options):
         raise RequestError(f"record {number} has no candidate that redoes; was it cut?", record=number)
     return made

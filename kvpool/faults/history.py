@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvpool.errors import RequestError
-from kvpool.faults.shapes import OPTIONAL, REQUIRED, first_wrong
+from kvpool.faults.shapes import ALWAYS, OPTIONAL, REQUIRED, first_wrong
 from kvpool.jsontext import parse_json
 
 KILLED, STOPPED, DRAINED, CORRUPTING = "SIGKILL", "SIGSTOP", "drain", "corrupting transport"
@@ -128,7 +128,7 @@ def parse_record(number: int, line: str) -> Record:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise RequestError(f"line {number} is not a record of a history: {error!s:.200}", line=number) from error
     name = record.kind.value
-    wrong = first_wrong(data, REQUIRED.get(name, {}), OPTIONAL.get(name, {}))
+    wrong = first_wrong({**data, "at_ns": record.at_ns}, ALWAYS | REQUIRED.get(name, {}), OPTIONAL.get(name, {}))
     if wrong is not None:
         raise RequestError(f"line {number}: a record of kind {name!r} has no or a malformed {wrong!r}", line=number)
     return record

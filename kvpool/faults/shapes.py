@@ -65,7 +65,10 @@ _AUDITED = _object(
 )
 _BELIEF = _mapping(lambda value: True)
 
-REQUIRED: Mapping[str, Mapping[str, Shape]] = {
+ALWAYS: dict[str, Shape] = {"at_ns": _count}
+"""What every line has."""
+
+REQUIRED: Mapping[str, dict[str, Shape]] = {
     "reference": {"prompt": _text, "tokens": _many(_count)},
     "invoke": {"id": _text, "style": _text, "timeout_ns": _count, "max_tokens": _count},
     "attempt": {"id": _text, "number": _count, "worker": _text, "plan": _text},

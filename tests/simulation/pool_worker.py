@@ -121,6 +121,7 @@ class PoolWorker(Worker):
                 load=self.load,
                 counters=lambda: dict(self.reporter.counters),
                 samples=self.samples,
+                pulling=lambda: False,
             )
         )
         for sample in CALIBRATION:

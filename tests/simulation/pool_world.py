@@ -367,7 +367,7 @@ class PoolWorld(World):
         workers = [worker for worker in self.incarnations.values() if isinstance(worker, PoolWorker)]
         counts = {"asks": len(self.asks), "loaded": sum(ask.loaded for ask in self.asks)}
         counts["retried"] = sum(bool(ask.failed) for ask in self.asks)
-        counts["evictions"] = sum(worker.segment.evictions for worker in workers)
+        counts["evictions"] = sum(worker.segment.totals()["evictions"] for worker in workers)
         counts["preemptions"] = sum(worker.scheduler.preemptions for worker in workers)
         for worker in workers:
             for name, times in worker.reporter.counters.items():

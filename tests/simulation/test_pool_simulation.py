@@ -83,9 +83,8 @@ def _frees_pages_when_a_load_is_given_up(patch: pytest.MonkeyPatch) -> None:
 def _hides_evictions(patch: pytest.MonkeyPatch) -> None:
     original = BlockPool.allocate
 
-    def allocate(self: Any, count: int, after: Any = None) -> Any:
-        made = original(self, count, after)
-        return type(made)(made.block_ids)
+    def allocate(self: Any, *arguments: Any, **named: Any) -> Any:
+        return type(made := original(self, *arguments, **named))(made.block_ids)
 
     patch.setattr(BlockPool, "allocate", allocate)
 
