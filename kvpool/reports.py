@@ -25,6 +25,8 @@ class WorkerLoad:
         step_remaining_ns: expected rest of the running step, 0 when idle.
         free_blocks: blocks that could be allocated now, evictable ones included.
         total_blocks: size of the segment.
+        empty_blocks: blocks that hold nothing: so much can come without anything leaving.
+        idle_ns: how long the block that would leave next has not been used; 0 when none would.
         in_flight_bytes: bytes of loads started and not terminal.
         served_request_ids: requests accepted since the last report, so that the router can drop its promises.
     """
@@ -36,6 +38,8 @@ class WorkerLoad:
     step_remaining_ns: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
+    empty_blocks: int = 0
+    idle_ns: int = 0
     in_flight_bytes: int = 0
     served_request_ids: tuple[RequestId, ...] = ()
 

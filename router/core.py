@@ -168,6 +168,7 @@ class RouterCore:
             oldest_report_ns=self._fleet.oldest_report_ns(),
             features=self._features,
             arrival_scale=self._fleet.arrival_scale(now_ns),
+            pressure=self._fleet.pressure(),
         )
 
     def release(self, request_id: RequestId) -> None:

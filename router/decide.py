@@ -106,6 +106,7 @@ class _Case:
     wait: Floats
     redo: Floats
     crowd: Floats | None
+    keep: Floats | None
     ticket: int
 
 
@@ -166,29 +167,48 @@ def harm_ns(harm: Harm, gpu_ns: float, crowd: float) -> float:
 
 def crowds(snapshot: Snapshot, harm: Harm, wait: Floats) -> Floats:
     """For every worker what each ns of prefill costs others: see `router.planning.Harm`."""
+    arrivals, size = snapshot.columns.arrivals, len(wait)
     weight = harm.follow * snapshot.arrival_scale
     if weight == 0.0:
-        return np.full(len(wait), harm.base)
-    crowd = snapshot.columns.arrivals * wait
-    crowd *= weight
-    common = harm.base
-    if harm.share:
-        total, size = float(crowd.sum()), len(crowd)
-        if total == math.inf:  # some worker is closed
-            reachable = crowd[crowd < math.inf]
-            total, size = float(reachable.sum()), max(1, len(reachable))
-        mean = total / size
-        common += min(harm.share_limit, harm.share * mean)
-    crowd += common
+        crowd = np.full(size, harm.base)
+    else:
+        crowd = arrivals * wait
+        crowd *= weight
+        common = harm.base
+        if harm.share:
+            total = float(crowd.sum())
+            if total == math.inf:  # some worker is closed
+                reachable = crowd[crowd < math.inf]
+                total, size = float(reachable.sum()), max(1, len(reachable))
+            common += min(harm.share_limit, harm.share * total / size)
+        crowd += common
+    if harm.linger:
+        crowd += arrivals * (harm.linger * len(wait) / float(arrivals.sum()))
     return crowd
 
 
+def keep_ns(request: RequestView, snapshot: Snapshot, harm: Harm, owners: Mapping[int, int]) -> Floats | None:
+    """For every worker what it costs others that blocks must leave for the request's; None when none must."""
+    empty = snapshot.columns.empty_blocks
+    if not harm.keep or snapshot.pressure is None or request.chain_blocks <= empty.item(empty.argmin()):
+        return None
+    leaving = request.chain_blocks - empty
+    for position, blocks in owners.items():
+        leaving[position] -= blocks
+    np.maximum(leaving, 0.0, out=leaving)
+    leaving *= snapshot.pressure
+    leaving *= harm.keep * snapshot.footprint.block_tokens * snapshot.fastest.token_ns
+    return leaving
+
+
 def _with_harm(case: _Case, times: Floats, gpu: Floats) -> Floats:
-    """Times plus the harm of ``gpu``, for every worker. Overwrites ``times``."""
+    """Times plus the harm of ``gpu`` and of what must leave, for every worker. Overwrites ``times``."""
     if case.crowd is not None:
         harm = np.minimum(gpu, case.params.harm.cap_ns)
         harm *= case.crowd
         times += harm
+    if case.keep is not None:
+        times += case.keep
     return times
 
 
@@ -206,6 +226,7 @@ def _open_case(request: RequestView, snapshot: Snapshot, params: Params) -> _Cas
         wait=wait,
         redo=cost.redo_ns(columns, request.prompt_tokens, owners, snapshot.footprint.block_tokens),
         crowd=None if params.harm.zero else crowds(snapshot, params.harm, wait),
+        keep=keep_ns(request, snapshot, params.harm, owners),
         ticket=zlib.crc32(request.request_id.encode()),
     )
 
@@ -316,6 +337,8 @@ def _offer(case: _Case, position: int, source: Holding, price: Price) -> _Choice
     score = price.ttft_ns
     if case.crowd is not None:
         score += harm_ns(case.params.harm, price.gpu_ns, case.crowd.item(position))
+    if case.keep is not None:
+        score += case.keep.item(position)
     requests = case.snapshot.columns.requests.item(position)
     return _Choice(score, price.gpu_ns, requests, _turn(case, position), position, price, source)
 

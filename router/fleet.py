@@ -16,11 +16,12 @@ from kvpool.reports import WorkerLoad
 from kvpool.types import MemberState, Role, Tier, WorkerId, WorkerKey
 from router.estimators import LinkCurve, LinkEstimators, PrefillCurve
 from router.ledger import Totals
-from router.signals import NO_ARRIVALS, Columns, LinkRow, WorkerView
+from router.signals import NO_ARRIVALS, Columns, Floats, LinkRow, WorkerView
 
 ROW_AGE_NS = 2_000_000_000
 ARRIVAL_MEMORY_NS = 30_000_000_000  # requests older than this hardly count in a worker's arrival rate
 _MAX_EXPONENT = 50.0
+MAX_PRESSURE = 16.0
 
 
 class Fleet:
@@ -39,6 +40,7 @@ class Fleet:
         self._arrivals_since_ns = 0
         self._fastest: PrefillCurve | None = None
         self._oldest_report_ns: float | None = None
+        self._pressure: Floats | None = None
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -74,6 +76,8 @@ class Fleet:
         says that it lives."""
         position = self.index[key]
         self._replace(position, replace(self.workers[position], load=load))
+        self.columns.empty_blocks[position] = load.empty_blocks if load.total_blocks else math.inf
+        self._pressure = None
         idle = load.waiting_requests == 0 and load.running_requests == 0
         self.columns.reported_ns[position] = math.inf if idle else now_ns
         self._oldest_report_ns = None
@@ -129,6 +133,19 @@ class Fleet:
             )
         return self._fastest
 
+    def pressure(self) -> Floats:
+        """How soon what leaves each worker's cache would have been wanted again, against the mean of all workers.
+
+        Whatever has not been used for t is wanted again at a rate of about 1/t (reuse has a heavy tail), so a cache
+        whose oldest block was used a minute ago gives up four times as much as one where it was four minutes ago.
+        """
+        if self._pressure is None:
+            loads = [view.load for view in self.workers]
+            rates = np.array([1.0 / load.idle_ns if load is not None and load.idle_ns else 0.0 for load in loads])
+            mean = float(rates.mean()) if len(rates) else 0.0
+            self._pressure = np.minimum(rates / mean, MAX_PRESSURE) if mean > 0.0 else np.ones(len(rates))
+        return self._pressure
+
     def oldest_report_ns(self) -> float:
         """Since when the most silent member's report is due."""
         if self._oldest_report_ns is None:
@@ -181,6 +198,7 @@ class Fleet:
         self._rows.clear()
         self._fastest = None
         self._oldest_report_ns = None
+        self._pressure = None
 
     def _classify(self, position: int) -> None:
         view = self.workers[position]

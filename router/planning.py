@@ -15,7 +15,9 @@ MAX_ALTERNATES = 3
 
 @dataclass(frozen=True, slots=True)
 class Harm:
-    """What g ns of prefill on a worker cost others: ``g' · (base + follow · rate · wait + shared)``, g' = min(g, cap).
+    """What a plan costs others, beside its own time: with g ns of prefill, and e blocks that must leave the cache,
+
+        g' · (base + follow · rate · wait + linger · share + shared) + keep · e · redo · pressure,    g' = min(g, cap).
 
     Whoever arrives at the worker before its queue has drained waits g longer; their number is the worker's recent
     arrival rate times the wait. So while nobody waits only ``base`` counts, and a queue makes long prefills gather on
@@ -23,10 +25,17 @@ class Harm:
     to everybody else. ``shared`` is a part of the mean of the middle term over all workers: when queues stand
     everywhere, capacity is scarce everywhere, and loads that spare it are worth waiting for.
 
+    What is computed on a worker brings the requests that continue it back there: ``linger`` sends new work away from
+    workers that got more than their share of the recent requests. And a cache that is full gives something up for
+    what comes: ``keep`` is the chance that it would have been used again, on a worker whose cache turns over as fast
+    as the mean; ``redo`` is the time to compute a block, ``pressure`` is `router.fleet.Fleet.pressure`.
+
     Attributes:
         base: harm that is always there: capacity used is gone.
         follow: weight of those who follow.
         cap_ns: prefill time beyond which a request is not made to yield any further.
+        linger: weight of the worker's share of recent requests (1 is a fair share).
+        keep: weight of what must leave the cache.
         share: part of the mean crowd of all workers that counts on each; ``share_limit`` bounds it.
     """
 
@@ -35,14 +44,16 @@ class Harm:
     cap_ns: float = 1e9
     share: float = 0.0
     share_limit: float = 3.0
+    linger: float = 0.0
+    keep: float = 0.0
 
     @property
     def zero(self) -> bool:
-        """Nothing is ever added."""
-        return self.base == 0.0 and self.follow == 0.0
+        """Prefill time costs others nothing."""
+        return not (self.base or self.follow or self.linger)
 
 
-DEFAULT_HARM = Harm(base=0.5, follow=6.0, share=0.3)
+DEFAULT_HARM = Harm(follow=6.0, cap_ns=4e9, linger=0.2, keep=1.0, share=0.3)
 """Found by replaying parts of the conversation trace on two models, from light load to overload."""
 
 

@@ -80,6 +80,7 @@ class Columns:
         in_free_ns, out_free_ns: moment when promised loads into and out of the worker end.
         requests: requests admitted or promised and not finished.
         queued_tokens: prompt tokens to compute, reported and promised.
+        empty_blocks: blocks that can come without anything leaving.
         arrivals: decayed count of requests routed to the worker; `arrival_scale` turns it into a rate.
         curves: prefill curves (`router.estimators.PrefillCurve`), one row per coefficient: t0, per token, per pair.
     """
@@ -93,6 +94,7 @@ class Columns:
     out_free_ns: Floats
     requests: Floats
     queued_tokens: Floats
+    empty_blocks: Floats
     arrivals: Floats
     curves: Floats
 
@@ -203,6 +205,7 @@ class Snapshot:
         oldest_report_ns: least of ``columns.reported_ns``.
         features: what the workers can execute.
         arrival_scale: ``columns.arrivals * arrival_scale`` is the recent rate of requests per ns of each worker.
+        pressure: how soon what leaves each worker's cache would have been wanted again, against the mean of all.
     """
 
     now_ns: int
@@ -217,6 +220,7 @@ class Snapshot:
     oldest_report_ns: float
     features: Features = field(default_factory=Features)
     arrival_scale: float = 0.0
+    pressure: Floats | None = None
 
 
 class Holding(NamedTuple):

@@ -275,6 +275,8 @@ class WorkerCore:
                 step_remaining_ns=rest_ns,
                 free_blocks=self.segment.available_blocks,
                 total_blocks=counts.total,
+                empty_blocks=counts.free,
+                idle_ns=self.segment.idle_ns(),
                 in_flight_bytes=self._flights.in_flight_bytes,
             )
 

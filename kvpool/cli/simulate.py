@@ -29,7 +29,7 @@ from router.simulation.cluster import Faults
 from router.simulation.html import html_report
 from router.simulation.presets import get_preset
 from router.simulation.svg import number
-from router.simulation.sweep import OURS, TUNED, Run, Sweep, cells, check, losses, run_sweep
+from router.simulation.sweep import OURS, TUNED, Run, Sweep, cells, check, losses, oracle_regrets, run_sweep
 from router.simulation.trace import Trace
 from router.simulation.tune import GOALS, Tuning, tune_params
 
@@ -59,7 +59,10 @@ def simulate(
     model: ModelOption = "llama-70b",
     bandwidth: BandwidthOption = "8",
     policy: Annotated[
-        str, typer.Option(help="Policies with commas, or 'all'.")
+        str,
+        typer.Option(
+            help="Policies with commas, or 'all'; 'oracle' is ours with the truth instead of what a router knows."
+        ),
     ] = "kvpool,mooncake,dynamo,least_loaded",
     rate: RateOption = "1",
     requests: RequestsOption = None,
@@ -117,6 +120,13 @@ def _simulate(sweep: Sweep, html: Path | None, as_json: bool) -> None:
     for name in (OURS, TUNED):
         for loss in losses(runs, name):
             console.print(loss.text, highlight=False)
+    regrets = oracle_regrets(runs)
+    for (bandwidth, rate), behind in regrets.items():
+        text = f"{OURS} is {behind:.1%} behind the oracle in mean TTFT at {bandwidth:g} GB/s, rate ×{rate:g}"
+        console.print(text, highlight=False)
+    if len(regrets) > 1:
+        mean = sum(regrets.values()) / len(regrets)
+        console.print(f"{OURS} is {mean:.1%} behind the oracle on average of {len(regrets)} cells", highlight=False)
 
 
 _HEADER = ("policy", "mean", "p50", "p90", "p99", "good/s", "hits", "loads", "busiest")

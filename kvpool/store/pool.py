@@ -84,6 +84,11 @@ class BlockPool:
             self._spare,
         )
 
+    def next_used_ns(self) -> int | None:
+        """When the block that would leave next was last used; None while a block is free, or all are needed."""
+        leaf = None if len(self._free) else self._leaves.peek()
+        return None if leaf is None else self._blocks[leaf].used_ns
+
     def tenants(self) -> dict[str, int]:
         """Blocks of every tenant that has some, sealed or not."""
         return dict(self._held)

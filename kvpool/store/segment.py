@@ -274,6 +274,12 @@ class Segment:
         with self._lock:
             return len(self._leases)
 
+    def idle_ns(self) -> int:
+        """How long the block that would leave next has not been used; 0 when none would."""
+        with self._lock:
+            used_ns = self._pool.next_used_ns()
+            return 0 if used_ns is None else max(1, self._clock_ns() - used_ns)
+
     def counts(self) -> PoolCounts:
         """Blocks by state."""
         with self._lock:

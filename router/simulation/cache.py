@@ -7,7 +7,8 @@ and what is left is always a prefix. Blocks in use are never evicted; they may p
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 class _Entry:
     parent: int | None
     used: int
+    used_ns: int
     users: int = 0
     children: int = 0
 
@@ -24,10 +26,12 @@ class NodeCache:
 
     Args:
         capacity_blocks: blocks kept; None keeps all.
+        clock_ns: simulated time.
     """
 
-    def __init__(self, capacity_blocks: int | None) -> None:
+    def __init__(self, capacity_blocks: int | None, clock_ns: Callable[[], int] = lambda: 0) -> None:
         self._capacity = capacity_blocks
+        self._clock_ns = clock_ns
         self._entries: dict[int, _Entry] = {}
         self._evictable: list[tuple[int, int]] = []
         self._serial = 0
@@ -39,6 +43,22 @@ class NodeCache:
 
     def __contains__(self, block: int) -> bool:
         return block in self._entries
+
+    @property
+    def empty_blocks(self) -> int:
+        """Blocks that could come without any leaving; with unbounded capacity always more than enough."""
+        return sys.maxsize if self._capacity is None else max(0, self._capacity - len(self._entries))
+
+    def idle_ns(self) -> int:
+        """How long the block that would leave next has not been used; 0 when none would."""
+        if self.empty_blocks:
+            return 0
+        while self._evictable:
+            used, block = self._evictable[0]
+            if self._may_leave(used, block):
+                return max(1, self._clock_ns() - self._entries[block].used_ns)
+            heapq.heappop(self._evictable)
+        return 0
 
     def prefix(self, chain: Sequence[int]) -> int:
         """Leading blocks of the chain that are here."""
@@ -64,7 +84,7 @@ class NodeCache:
             entry = self._entries.get(block)
             if entry is None:
                 parent = chain[i - 1] if i else None
-                entry = self._entries[block] = _Entry(parent, self._serial)
+                entry = self._entries[block] = _Entry(parent, self._serial, self._clock_ns())
                 if parent is not None:
                     self._entries[parent].children += 1
                 new.append(block)
@@ -104,12 +124,17 @@ class NodeCache:
     def _touch(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             entry = self._entries[block]
-            entry.used = self._serial
+            entry.used, entry.used_ns = self._serial, self._clock_ns()
             self._offer(block, entry)
 
     def _offer(self, block: int, entry: _Entry) -> None:
         if entry.users == 0 and entry.children == 0:
             heapq.heappush(self._evictable, (entry.used, block))
+
+    def _may_leave(self, used: int, block: int) -> bool:
+        """Whether an entry of the heap is still true."""
+        entry = self._entries.get(block)
+        return entry is not None and not entry.users and not entry.children and entry.used == used
 
     def _shrink(self) -> list[int]:
         evicted: list[int] = []
@@ -117,10 +142,9 @@ class NodeCache:
             return evicted
         while len(self._entries) > self._capacity and self._evictable:
             used, block = heapq.heappop(self._evictable)
-            entry = self._entries.get(block)
-            if entry is None or entry.users or entry.children or entry.used != used:
+            if not self._may_leave(used, block):
                 continue
-            del self._entries[block]
+            entry = self._entries.pop(block)
             evicted.append(block)
             if entry.parent is not None:
                 parent = self._entries[entry.parent]

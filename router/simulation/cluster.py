@@ -10,7 +10,7 @@ from __future__ import annotations
 from random import Random
 
 from kvpool.plan import HolderRef, LoadSlice, PlanKind, Route
-from kvpool.reports import LoadSample, PrefillSample, RequestOutcome, WorkerLoad, WorkerReport
+from kvpool.reports import LoadSample, PrefillSample, RequestOutcome
 from kvpool.types import (
     MemberInfo,
     MemberState,
@@ -28,6 +28,7 @@ from router.simulation.engine import Engine, Sequence
 from router.simulation.events import EventLoop
 from router.simulation.lagging_index import LaggingIndex
 from router.simulation.network import Network
+from router.simulation.oracle import AT_ONCE, Oracle
 from router.simulation.parts import Job, Load, Node, departed
 from router.simulation.presets import Preset
 from router.simulation.scenario import Faults, Served, Timing
@@ -50,6 +51,7 @@ class Cluster:
         features: plans the workers can execute.
         faults, timing: what goes wrong, and how late everything is known.
         seed: of faults, and of policies that draw.
+        oracle: show the policy the truth (`router.simulation.oracle`).
     """
 
     def __init__(
@@ -65,30 +67,31 @@ class Cluster:
         timing: Timing | None = None,
         seed: int = 0,
         max_records: int = 1000,
+        oracle: bool = False,
     ) -> None:
         self.loop = EventLoop()
         self._trace = trace
         self._preset = preset
         self._faults = faults or Faults()
-        self._timing = timing or Timing()
+        self._timing = timing or (AT_ONCE if oracle else Timing())
         self._rng = Random(seed)
         layout = preset.layout
         self._footprint = Footprint(trace.block_tokens, preset.block_bytes(trace.block_tokens), layout.fixed_bytes)
         self._network = Network(self.loop, nodes, bandwidth_bytes_per_s, preset.alpha_ns)
         keys = [WorkerKey(WorkerId(f"node-{i:04d}"), WorkerEpoch(1)) for i in range(nodes)]
         self._index = LaggingIndex(keys)
+        self.nodes = [self._make_node(i, key) for i, key in enumerate(keys)]
+        self._by_key = {node.key: node for node in self.nodes}
         self.core = RouterCore(
             self._index,
             lambda: self.loop.now_ns,
-            policy=policy,
+            policy=Oracle(policy, self.nodes, self._network, preset) if oracle else policy,
             features=features or Features(split=True),
             max_records=max_records,
             router_id="sim",
             rng=Random(seed + 1),
             footprint=self._footprint,
         )
-        self.nodes = [self._make_node(i, key) for i, key in enumerate(keys)]
-        self._by_key = {node.key: node for node in self.nodes}
         self.served = [Served(item.arrival_ns, item.prompt_tokens, item.output_tokens) for item in trace.requests]
 
     def token_ns(self, position: int) -> float:
@@ -398,40 +401,13 @@ class Cluster:
         self._index.drop(node.number, gone)
 
     def _report(self, node: Node) -> None:
-        waiting = node.engine.waiting
-        started = sum(1 for item in waiting if item.started_ns is not None)
-        load = WorkerLoad(
-            waiting_requests=len(waiting) - started,
-            running_requests=node.engine.decoding + started,
-            queued_prefill_tokens=sum(item.queued_tokens() for item in waiting),
-            queued_context_tokens=sum(
-                item.prompt_tokens - item.queued_tokens() for item in waiting if item.queued_tokens()
-            ),
-            step_remaining_ns=node.engine.step_remaining_ns(),
-            free_blocks=max(0, self._preset.capacity_blocks - node.cache.pinned),
-            total_blocks=self._preset.capacity_blocks,
-            in_flight_bytes=round(max(0.0, node.in_flight_bytes)),
-            served_request_ids=tuple(node.accepted),
-        )
-        node.sequence_number += 1
-        report = WorkerReport(
-            node.key,
-            node.sequence_number,
-            load,
-            tuple(node.prefills),
-            tuple(node.loads),
-            tuple(node.outcomes),
-        )
-        node.accepted.clear()
-        node.prefills.clear()
-        node.loads.clear()
-        node.outcomes.clear()
-        self.loop.after(self._timing.report_ns, self.core.on_report, report)
+        self.loop.after(self._timing.report_ns, self.core.on_report, node.report(self._preset.capacity_blocks))
 
     # ---- members
 
     def _make_node(self, number: int, key: WorkerKey) -> Node:
-        node = Node(number, key, NodeCache(self._preset.capacity_blocks), None)  # type: ignore[arg-type]
+        cache = NodeCache(self._preset.capacity_blocks, lambda: self.loop.now_ns)
+        node = Node(number, key, cache, None)  # type: ignore[arg-type]
         node.engine = Engine(
             self.loop,
             self._preset,

@@ -112,6 +112,17 @@ class Engine:
             return 0
         return max(0, self._busy_until_ns - self._loop.now_ns)
 
+    def work_ns(self) -> float:
+        """True time until every prefill that is here has ended, if all loads bring what they are expected to bring."""
+        curve = self._preset.curve
+        work = 0.0
+        for item in self.waiting:
+            tokens = item.queued_tokens()
+            steps = tokens / self._preset.chunk_tokens
+            work += steps * curve.t0_ns + tokens * curve.token_ns
+            work += tokens * curve.pair_ns * (item.prompt_tokens - 0.5 * tokens)
+        return self.step_remaining_ns() + work * self.slowdown
+
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         self.waiting.append(sequence)

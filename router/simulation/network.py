@@ -71,6 +71,18 @@ class Network:
         """Bandwidth of one end."""
         return self._rate
 
+    def backlog_out_ns(self, node: int) -> float:
+        """Time to move all that is on its way out of a node."""
+        return self._backlog_ns(self._out[node])
+
+    def backlog_in_ns(self, node: int) -> float:
+        """Time to move all that is on its way into a node."""
+        return self._backlog_ns(self._in[node])
+
+    def _backlog_ns(self, end: _End) -> float:
+        now_ns = self._loop.now_ns
+        return sum(flow.total - flow.arrived(now_ns) for flow in end.flows.values()) / self._rate
+
     def start(
         self, source: int, target: int, total: float, on_done: Callable[[Flow], None], factor: float = 1.0
     ) -> Flow:

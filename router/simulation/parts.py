@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvpool.plan import HolderRef, Route
-from kvpool.reports import LoadSample, PrefillSample, RequestOutcome
+from kvpool.reports import LoadSample, PrefillSample, RequestOutcome, WorkerLoad, WorkerReport
 from kvpool.types import MemberInfo, RequestId, Role, WorkerKey
 from router.simulation.cache import NodeCache
 from router.simulation.engine import Engine, Sequence
@@ -98,6 +98,8 @@ class Load:
 
 @dataclass(slots=True, eq=False)
 class Node:
+    """A worker: its cache, its engine, and what it has not reported yet."""
+
     number: int
     key: WorkerKey
     cache: NodeCache
@@ -110,6 +112,31 @@ class Node:
     loads: list[LoadSample] = field(default_factory=list)
     outcomes: list[RequestOutcome] = field(default_factory=list)
     in_flight_bytes: float = 0.0
+
+    def report(self, capacity_blocks: int) -> WorkerReport:
+        """What the node has to say now; what it said once it does not say again."""
+        waiting = self.engine.waiting
+        started = sum(1 for item in waiting if item.started_ns is not None)
+        load = WorkerLoad(
+            waiting_requests=len(waiting) - started,
+            running_requests=self.engine.decoding + started,
+            queued_prefill_tokens=sum(item.queued_tokens() for item in waiting),
+            queued_context_tokens=sum(
+                item.prompt_tokens - item.queued_tokens() for item in waiting if item.queued_tokens()
+            ),
+            step_remaining_ns=self.engine.step_remaining_ns(),
+            free_blocks=max(0, capacity_blocks - self.cache.pinned),
+            total_blocks=capacity_blocks,
+            empty_blocks=self.cache.empty_blocks,
+            idle_ns=self.cache.idle_ns(),
+            in_flight_bytes=round(max(0.0, self.in_flight_bytes)),
+            served_request_ids=tuple(self.accepted),
+        )
+        self.sequence_number += 1
+        said = tuple(self.prefills), tuple(self.loads), tuple(self.outcomes)
+        for told in (self.accepted, self.prefills, self.loads, self.outcomes):
+            told.clear()
+        return WorkerReport(self.key, self.sequence_number, load, *said)
 
 
 def departed(key: WorkerKey) -> MemberInfo:

@@ -25,6 +25,7 @@ def simulate(
     faults: Faults | None = None,
     features: Features | None = None,
     timing: Timing | None = None,
+    oracle: bool = False,
 ) -> SimReport:
     """Play a trace against a simulated cluster. The same arguments give the same report, but for ``wall_s``.
 
@@ -36,6 +37,7 @@ def simulate(
         policy: routing policy, or its name.
         rate: how many times as fast as in the trace requests arrive.
         seed: of faults and of policies that draw.
+        oracle: show the policy the truth instead of what a router knows.
 
     Raises:
         RequestError: a number is out of range.
@@ -58,6 +60,7 @@ def simulate(
         faults=faults,
         timing=timing,
         seed=seed,
+        oracle=oracle,
     )
     served = cluster.run()
     facts = RunFacts(

@@ -19,6 +19,7 @@ from router.planning import Params
 from router.policies import KVPoolPolicy, Policy, make_policy
 from router.signals import RequestView, Snapshot
 from router.simulation.cluster import Faults
+from router.simulation.oracle import ORACLE
 from router.simulation.presets import Preset
 from router.simulation.report import SimReport
 from router.simulation.simulate import simulate
@@ -116,12 +117,14 @@ class Watched:
 
 
 def make_named(name: str, params: Params | None) -> Policy:
-    """A fresh policy by name, `TUNED` included.
+    """A fresh policy by name, `TUNED` and `ORACLE` included.
 
     Raises:
         ConfigError: there is no such policy.
         RequestError: `TUNED` without parameters.
     """
+    if name == ORACLE:
+        return KVPoolPolicy(params or Params(), ORACLE)
     if name != TUNED:
         return make_policy(name)
     if params is None:
@@ -180,6 +183,7 @@ def _run(sweep: Sweep, bandwidth: float, rate: float, name: str, on_progress: Ca
         rate=rate,
         seed=sweep.seed,
         faults=sweep.faults,
+        oracle=name == ORACLE,
     )
     routed = sorted(policy.workers.values(), reverse=True)
     idle = [0] * (sweep.nodes - len(routed))  # nodes that got nothing were never counted
@@ -230,8 +234,8 @@ def cells(runs: list[Run]) -> dict[tuple[float, float], list[Run]]:
 
 
 def best_of(runs: list[Run]) -> Run:
-    """The run of least mean TTFT, among those that left the fewest requests unanswered."""
-    return min(runs, key=lambda run: (run.report.unfinished, run.report.ttft_mean_ms))
+    """The run of least mean TTFT, among those that left the fewest requests unanswered; the oracle is no rival."""
+    return min(_rivals(runs), key=lambda run: (run.report.unfinished, run.report.ttft_mean_ms))
 
 
 def regret(run: Run, rivals: list[Run]) -> float:
@@ -240,17 +244,31 @@ def regret(run: Run, rivals: list[Run]) -> float:
     return max(0.0, run.report.ttft_mean_ms / max(1e-9, best) - 1.0)
 
 
+def oracle_regrets(runs: list[Run], policy: str = OURS) -> dict[tuple[float, float], float]:
+    """By cell, how much worse the policy's mean TTFT is than that of the oracle; empty without oracle runs."""
+    found = {}
+    for cell, group in cells(runs).items():
+        means = {run.report.policy: run.report.ttft_mean_ms for run in group}
+        if policy in means and ORACLE in means:
+            found[cell] = means[policy] / max(1e-9, means[ORACLE]) - 1.0
+    return found
+
+
 def losses(runs: list[Run], policy: str = OURS, tolerance: float = 0.02) -> list[Loss]:
     """Where the policy is behind the best one of the cell by more than the tolerance, by any of `MEASURES`."""
     found = []
     for group in cells(runs).values():
         for run in (item for item in group if item.report.policy == policy):
             for measure in MEASURES:
-                best = min(group, key=lambda item: _rank(item, measure))
+                best = min(_rivals(group), key=lambda item: _rank(item, measure))
                 behind = _behind(measure, run, best)
                 if best is not run and behind > tolerance:
                     found.append(Loss(run, best, measure, behind))
     return found
+
+
+def _rivals(runs: list[Run]) -> list[Run]:
+    return [run for run in runs if run.report.policy != ORACLE] or runs
 
 
 def _rank(run: Run, measure: Measure) -> tuple[int, float]:

@@ -39,6 +39,8 @@ KNOBS = (
     Knob("harm.base", 0.0, 2.0),
     Knob("harm.follow", 0.0, 32.0),
     Knob("harm.cap_ns", 1e8, 2e10, log=True),
+    Knob("harm.linger", 0.0, 1.0),
+    Knob("harm.keep", 0.0, 4.0),
     Knob("costs.notice_ns", 2e7, 2e9, log=True),
 )
 """What changes decisions in the simulator. Deadlines and stall bounds are left alone: they guard against what the

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from kvpool.plan import PlanKind
 from kvpool.types import Tier
 from router import cost
 from router.cost import Costs
-from router.decide import Decision, crowds, decide, harm_ns
+from router.decide import Decision, crowds, decide, harm_ns, keep_ns
 from router.estimators import LinkCurve, PrefillCurve
 from router.planning import Harm, Params
 from router.signals import Features, Footprint, Snapshot, holdings
@@ -55,8 +56,15 @@ harms = st.builds(
     follow=st.floats(0.0, 3.0),
     cap_ns=st.floats(1.0, 1e11),
     share=st.floats(0.0, 1.0),
+    linger=st.floats(0.0, 1.0),
+    keep=st.sampled_from([0.0, 0.5, 3.0]),
 )
 PLAIN = Params(harm=Harm())
+
+
+def six(least: float, most: float) -> st.SearchStrategy[list[float]]:
+    """One number for each worker of the largest cluster."""
+    return st.lists(st.floats(least, most), min_size=6, max_size=6)
 
 
 def price(workers: list[Worker], link: LinkCurve, rate: float, able: Features, tokens: int = 1600) -> Decision:
@@ -172,13 +180,21 @@ def test_an_unknown_worker_is_never_preferred_to_the_same_worker_known_idle(
 
 
 @SETTINGS
-@given(clusters(2), links, rates, features, harms, st.lists(st.floats(0.0, 1e3), min_size=6, max_size=6))
+@given(clusters(2), links, rates, features, harms, six(1e-3, 1e3), six(0.0, 200.0), six(0.0, 16.0))
 def test_bounds_lose_no_optimum(
-    workers: list[Worker], link: LinkCurve, rate: float, able: Features, harm: Harm, arrivals: list[float]
+    workers: list[Worker],
+    link: LinkCurve,
+    rate: float,
+    able: Features,
+    harm: Harm,
+    arrivals: list[float],
+    empty: list[float],
+    pressure: list[float],
 ) -> None:
     shot = snapshot(workers, links=link, failures=FixedFailures(rate), features=able)
     shot.columns.arrivals[:] = arrivals[: len(workers)]
-    shot = replace(shot, arrival_scale=1e-9)
+    shot.columns.empty_blocks[:] = empty[: len(workers)]
+    shot = replace(shot, arrival_scale=1e-9, pressure=np.array(pressure[: len(workers)]))
     pruned = decide(request(), shot, Params(priced_pairs=0, harm=harm))
     everything = _every_score(shot, harm)
     assert _score(shot, harm, pruned.position, pruned.price_ns, pruned.promise.gpu_ns) == pytest.approx(
@@ -188,7 +204,9 @@ def test_bounds_lose_no_optimum(
 
 def _score(shot: Snapshot, harm: Harm, position: int, ttft_ns: float, gpu_ns: float) -> float:
     crowd = crowds(shot, harm, cost.wait_ns(shot, Costs()))
-    return ttft_ns + harm_ns(harm, gpu_ns, float(crowd[position]))
+    owners = {item.position: item.blocks for item in holdings(request(), shot)}
+    keep = keep_ns(request(), shot, harm, owners)
+    return ttft_ns + harm_ns(harm, gpu_ns, float(crowd[position])) + (0.0 if keep is None else float(keep[position]))
 
 
 def _every_score(shot: Snapshot, harm: Harm) -> list[float]:

@@ -48,6 +48,14 @@ def test_the_same_seed_gives_the_same_run_to_the_bit(trace: Trace) -> None:
     assert run(trace, faults=faults, seed=6).ttft_ms != first.ttft_ms
 
 
+def test_the_oracle_is_told_the_truth_and_ours_stays_close(trace: Trace) -> None:
+    busy = {"rate": 4.0, "bandwidth_bytes_per_s": 4e9}
+    ours, oracle = run(trace, **busy), run(trace, oracle=True, **busy)
+    assert oracle.unfinished == 0
+    assert oracle.predicted_error < 0.5 * ours.predicted_error
+    assert oracle.ttft_mean_ms < ours.ttft_mean_ms < 1.25 * oracle.ttft_mean_ms
+
+
 def test_loads_move_the_bytes_that_are_accounted_for(trace: Trace) -> None:
     report = run(trace, features=Features())
     assert report.plans["load"] > 0

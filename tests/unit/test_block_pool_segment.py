@@ -111,3 +111,16 @@ def test_clearing_evicts_and_withdraws_all_but_what_is_in_use() -> None:
     assert bench.publisher.held == {chain[0]}
     assert bench.segment.clear() == 0
     bench.segment.check()
+
+
+def test_a_full_segment_says_how_long_the_next_block_to_leave_has_been_idle() -> None:
+    bench = Bench()
+    bench.store("a", "b")
+    bench.now_ns = 5
+    assert bench.segment.idle_ns() == 0  # two blocks are empty, nothing would leave
+    bench.store("x", "y")
+    bench.now_ns = 12
+    assert bench.segment.idle_ns() == 12
+    bench.store("z")  # the tail of the oldest chain leaves
+    bench.now_ns = 20
+    assert bench.segment.idle_ns() == 20

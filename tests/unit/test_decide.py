@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from kvpool.errors import UnavailableError
@@ -183,6 +184,36 @@ def test_harm_prefers_a_load_that_costs_a_little_more_time_and_much_less_prefill
     assert decide(request(), snapshot(workers, links=link), PARAMS_WITHOUT_HARM).plan.kind is PlanKind.REDO
     careful = Params(harm=Harm(base=1.0))
     assert decide(request(), snapshot(workers, links=link), careful).plan.kind is PlanKind.LOAD
+
+
+def test_what_is_new_goes_where_nothing_must_leave_for_it() -> None:
+    shot = snapshot([Worker(0), Worker(1, wait_ns=0.01 * S), Worker(2, state=MemberState.SUSPECT)])
+    shot.columns.empty_blocks[:] = (0.0, 100.0, 0.0)
+    shot = replace(shot, pressure=np.array([1.0, 1.0, 1.0]))
+    assert decide(request(), shot, PARAMS_WITHOUT_HARM).worker == key(0)
+    assert decide(request(), shot, Params(harm=Harm(keep=0.5))).worker == key(1)
+
+
+def test_what_is_new_goes_where_the_cache_turns_over_slowly() -> None:
+    shot = snapshot([Worker(0), Worker(1, wait_ns=0.01 * S)])
+    shot.columns.empty_blocks[:] = 0.0
+    keep = Params(harm=Harm(keep=0.5))
+    assert decide(request(), replace(shot, pressure=np.array([1.0, 1.0])), keep).worker == key(0)
+    assert decide(request(), replace(shot, pressure=np.array([1.5, 0.5])), keep).worker == key(1)
+
+
+def test_what_a_worker_holds_already_makes_nothing_leave() -> None:
+    shot = snapshot([Worker(0, blocks=99, wait_ns=0.2 * S), Worker(1, wait_ns=0.01 * S)], links=LinkCurve(1e12, 1e6))
+    shot.columns.empty_blocks[:] = (0.0, 50.0)
+    shot = replace(shot, pressure=np.array([16.0, 1.0]))
+    assert decide(request(), shot, Params(harm=Harm(keep=1.0))).worker == key(0)
+
+
+def test_new_work_spreads_away_from_workers_that_got_more_than_their_share() -> None:
+    shot = snapshot([Worker(0), Worker(1, wait_ns=0.01 * S)])
+    shot.columns.arrivals[:] = (3.0, 1.0)
+    assert decide(request(), shot, PARAMS_WITHOUT_HARM).worker == key(0)
+    assert decide(request(), shot, Params(harm=Harm(linger=0.5))).worker == key(1)
 
 
 def test_queues_everywhere_make_a_load_that_spares_prefill_worth_waiting_for() -> None:
