@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 import numpy as np
@@ -83,14 +84,19 @@ def fill_block(target: np.ndarray[Any, np.dtype[np.uint8]], number: int) -> None
 
 
 class GeneratedStore:
-    """A segment of generated blocks; implements `kvpool.transport.base.BlockSource`."""
+    """A segment of generated blocks; implements `kvpool.transport.base.BlockSource`.
+
+    Like a worker's segment it keeps a block that was evicted for as long as a lease names it, and no longer: then its
+    page is overwritten.
+    """
 
     def __init__(self, options: PeerOptions) -> None:
         self.block_bytes = options.block_bytes
         self.arena = Arena(options.blocks * options.block_bytes)
         self.segment = np.frombuffer(self.arena.memory, dtype=np.uint8)
         self.held: dict[BlockHash, HeldBlock] = {}
-        self.leases: dict[int, int] = {}
+        self.leases: dict[int, frozenset[BlockHash]] = {}
+        self._evicted: dict[BlockHash, int] = {}  # and the page to overwrite
         self._last_lease = 0
         self._lock = threading.Lock()
         if not options.filled:
@@ -108,13 +114,28 @@ class GeneratedStore:
         """Count a lease and say where blocks lie."""
         with self._lock:
             self._last_lease += 1
-            self.leases[self._last_lease] = len(hashes)
+            self.leases[self._last_lease] = frozenset(hashes)
             return self._last_lease, tuple(self.held.get(item) for item in hashes)
 
     def unpin(self, lease_id: int) -> None:
         """Forget a lease."""
         with self._lock:
             self.leases.pop(lease_id, None)
+            self._overwrite()
+
+    def evict(self, numbers: Sequence[int]) -> None:
+        """Withdraw blocks."""
+        with self._lock:
+            for number in numbers:
+                if self.held.pop(block_hash(number), None) is not None:
+                    self._evicted[block_hash(number)] = number
+            self._overwrite()
+
+    def _overwrite(self) -> None:
+        if not self._evicted:
+            return
+        for name in set(self._evicted) - frozenset[BlockHash]().union(*self.leases.values()):
+            self.page(self._evicted.pop(name))[:] = POISON
 
 
 def read_request(
@@ -225,8 +246,7 @@ class _Server:
 
     def do_evict(self, numbers: list[int]) -> dict[str, Any]:
         """Withdraw blocks."""
-        for number in numbers:
-            self.store.held.pop(block_hash(number), None)
+        self.store.evict(numbers)
         return {}
 
     def do_stats(self) -> dict[str, Any]:
@@ -240,7 +260,7 @@ class _Server:
         }
 
     def do_mangle(self, how: str) -> dict[str, Any]:
-        """Make this holder's replies wrong from now on: ``cut`` short, sent ``twice``, or ``none`` for right again."""
+        """Make this holder's replies wrong from now on, or with ``none`` right again; see `mangle_replies`."""
         mangle_replies(self.transport, how)
         return {}
 
@@ -276,19 +296,37 @@ class _Server:
 
 
 def mangle_replies(transport: UcxTransport, how: str) -> None:
-    """Reach into a transport and spoil what it replies; the reader must notice."""
+    """Reach into a transport and spoil what it replies, answers and data; the reader must notice."""
     running = transport._running
     assert running is not None
     server = running.server
 
     def cut(link: Any, message: Message) -> None:
-        server._replies.append(link.connection.send(encode(message)[:-5], CONTROL_TAG))
+        raw = encode(message)
+        server._replies.append(link.connection.send(raw[: message.sequence * 7919 % len(raw)], CONTROL_TAG))
 
     def twice(link: Any, message: Message) -> None:
         for _ in range(2):
             server._replies.append(link.connection.send(encode(message), CONTROL_TAG))
 
-    server._reply = {"cut": cut, "twice": twice, "none": type(server)._reply.__get__(server)}[how]  # type: ignore[method-assign]
+    send_run = type(server)._send_run.__get__(server)
+
+    def run_cut(link: Any, serve: Any, index: int) -> Any:
+        connection = link.connection
+        short = SimpleNamespace(send=lambda data, tag: connection.send(data[: len(data) * 2 // 3], tag))
+        return send_run(SimpleNamespace(connection=short), serve, index)
+
+    def run_twice(link: Any, serve: Any, index: int) -> Any:
+        serve.sends.append(send_run(link, serve, index))
+        return send_run(link, serve, index)
+
+    reply = type(server)._reply.__get__(server)
+    server._reply, server._send_run = {  # type: ignore[method-assign]
+        "cut": (cut, send_run),
+        "data cut": (reply, run_cut),
+        "twice": (twice, run_twice),
+        "none": (reply, send_run),
+    }[how]
 
 
 def _serve_socket(listener: socket.socket, data: memoryview) -> None:
