@@ -1,8 +1,10 @@
-"""Peers of the metadata benchmark, each in a Python of its own: Dynamo's radix tree and Mooncake's master.
+"""Peers of benchmarks, each in a Python of its own: Dynamo's radix tree and Mooncake's master for the metadata,
+Mooncake's store and NIXL for transfers.
 
 A peer is used when its package is importable here, or when a variable names a Python that has it:
 ``KVPOOL_DYNAMO_PYTHON`` (package ``ai-dynamo-runtime``), ``KVPOOL_MOONCAKE_PYTHON`` (package
-``mooncake-transfer-engine-non-cuda``, which needs Debian's ``libibverbs1`` and ``libnuma1``).
+``mooncake-transfer-engine-non-cuda``, which needs Debian's ``libibverbs1`` and ``libnuma1``), ``KVPOOL_NIXL_PYTHON``
+(package ``nixl``).
 """
 
 from __future__ import annotations
@@ -24,17 +26,19 @@ class PeerScript:
     """A running peer. Use as a context manager.
 
     Args:
-        name: ``dynamo`` or ``mooncake``.
-        arguments: numbers for the script.
+        name: of a package that the script drives.
+        arguments: for the script.
+        script: what to run; it speaks like `metadata_peer_script`.
 
     Raises:
         UnavailableError: it is not installed or did not start; the message says so.
     """
 
-    def __init__(self, name: str, *arguments: int) -> None:
+    def __init__(self, name: str, *arguments: int | str, script: Path = _SCRIPT) -> None:
         python = _python(name)
-        command = [python, str(_SCRIPT), name, *map(str, arguments)]
+        command = [python, str(script), name, *map(str, arguments)]
         self._name = name
+        self._script = script
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -72,7 +76,7 @@ class PeerScript:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise UnavailableError(f"{self._name} is installed but failed; run {_SCRIPT.name} by hand to see why")
+            raise UnavailableError(f"{self._name} is installed but failed; run {self._script.name} by hand to see why")
         answer: dict[str, float] = json.loads(line)
         return answer
 

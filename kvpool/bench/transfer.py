@@ -7,17 +7,18 @@ process; the socket receives them with ``recv_into`` and verifies nothing. Runs 
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
+from kvpool.bench.metadata_peers import PeerScript
 from kvpool.bench.peer import (
     SOCKET_BUFFER_BYTES,
     BusyLoop,
@@ -27,9 +28,9 @@ from kvpool.bench.peer import (
     read_request,
 )
 from kvpool.bench.report import Row, interleave, skipped, spread
-from kvpool.errors import TransferError
+from kvpool.errors import TransferError, UnavailableError
 from kvpool.store.arena import Arena
-from kvpool.transport.base import ReadState
+from kvpool.transport.base import ReadRequest, ReadState
 from kvpool.transport.ucx import UcxTransport
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -38,6 +39,15 @@ SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
 FABRICS = {"same host": {}, "tcp loopback": {"TLS": "tcp,self"}}
 MEMCPY_BARS = {64 * KIB: 0.35, MIB: 0.6}
 SOCKET_BARS = {MIB: 0.7}
+PEERS: tuple[tuple[str, str, str, dict[int, float]], ...] = (
+    ("mooncake", "Mooncake Store batch_get_into", "tcp loopback", {64 * KIB: 1.3, MIB: 1.5}),
+    ("nixl", "NIXL READ", "same host", {}),
+    ("nixl", "NIXL READ", "tcp loopback", {}),
+)
+"""Package, what of it, fabric, bars by block size."""
+
+PEER_FABRICS = {"same host": "host", "tcp loopback": "tcp"}
+PEER_SCRIPT = Path(__file__).with_name("transfer_peer_script.py")
 BUSY_BAR = 0.5
 IDLE_CORE_SHARE = 0.02
 LIMIT_NS = 60_000_000_000
@@ -60,7 +70,7 @@ def run(*, quick: bool, peers: bool) -> list[Row]:
     with _pair("same host", MIB) as pair:
         rows.append(_idle(pair, 2.0 if quick else 5.0))
     if peers:
-        rows += _other_libraries(sizes)
+        rows += _other_libraries(runs, sizes)
     return rows
 
 
@@ -72,15 +82,23 @@ class _Pair:
     transport: UcxTransport
     store: GeneratedStore
     block_bytes: int
+    request: ReadRequest = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.request = self.request_into(range(self.blocks))
+
+    def request_into(self, slots: Sequence[int]) -> ReadRequest:
+        """All blocks into these pages."""
+        numbers = range(self.blocks)
+        return read_request(self.holder.peer, numbers, self.block_bytes, LIMIT_NS, LIMIT_NS, slots)
 
     @property
     def blocks(self) -> int:
         return BATCH_BYTES // self.block_bytes
 
-    def load(self, slots: Sequence[int] | None = None) -> None:
-        """One verified batch."""
-        request = read_request(self.holder.peer, range(self.blocks), self.block_bytes, LIMIT_NS, LIMIT_NS, slots)
-        progress = self.transport.read(request).wait(LIMIT_NS)
+    def load(self, request: ReadRequest | None = None) -> None:
+        """One verified batch. Like the other libraries ours gets its names and places ready-made."""
+        progress = self.transport.read(request or self.request).wait(LIMIT_NS)
         if progress.state is not ReadState.DONE or progress.bytes_arrived != BATCH_BYTES:
             raise TransferError("a benchmark load did not arrive whole", state=progress.state.value)
 
@@ -147,7 +165,8 @@ def _plain_socket(pair: _Pair) -> Callable[[], None]:
 def _scattered(pair: _Pair, runs: int) -> Row:
     slots = list(range(pair.blocks))
     random.Random(1).shuffle(slots)
-    ours_s, theirs_s = interleave([lambda: pair.load(slots), _memcpy(pair.store)], runs=runs)
+    request = pair.request_into(slots)
+    ours_s, theirs_s = interleave([lambda: pair.load(request), _memcpy(pair.store)], runs=runs)
     ours, theirs = _rates(ours_s), _rates(theirs_s)
     label = f"same host, {_size(pair.block_bytes)} blocks, scattered"
     return Row(
@@ -163,18 +182,13 @@ def _busy(pair: _Pair, fabric: str, runs: int) -> Row:
         mine.set(on)
         pair.holder.ask("busy", on=on)
 
-    def timed() -> float:
-        start = time.perf_counter()
-        pair.load()
-        return time.perf_counter() - start
-
     pair.load()
     busy_s, idle_s = [], []
     for _ in range(runs):
         busy(True)
-        busy_s.append(timed())
+        busy_s.append(_timed(pair.load))
         busy(False)
-        idle_s.append(timed())
+        idle_s.append(_timed(pair.load))
     ours, theirs = _rates(busy_s), _rates(idle_s)
     label = f"{fabric}, {_size(pair.block_bytes)} blocks, torch loop on both sides"
     return Row(
@@ -201,13 +215,35 @@ def _idle(pair: _Pair, seconds: float) -> Row:
     )
 
 
-def _other_libraries(sizes: Sequence[int]) -> list[Row]:
+def _other_libraries(runs: int, sizes: Sequence[int]) -> list[Row]:
+    """Beside the libraries others use, installed elsewhere; see `kvpool.bench.metadata_peers`."""
     rows = []
-    for module, name in (("nixl", "NIXL READ"), ("mooncake", "Mooncake Store batch_get_into")):
-        found = importlib.util.find_spec(module) is not None
-        why = "installed, but this benchmark has no driver for it" if found else "not installed"
-        rows += [skipped(f"{name}, {_size(size)} blocks", name, why) for size in sizes]
+    for package, name, fabric, bars in PEERS:
+        for block_bytes in sizes:
+            label = f"{fabric}, {_size(block_bytes)} blocks, beside {name}"
+            try:
+                rows.append(_beside(package, name, fabric, block_bytes, bars.get(block_bytes), runs, label))
+            except UnavailableError as error:
+                rows.append(skipped(label, name, str(error)))
     return rows
+
+
+def _beside(package: str, name: str, fabric: str, block_bytes: int, bar: float | None, runs: int, label: str) -> Row:
+    """Half of our runs before the peer's and half after: some peers poll all the time and would take our cores."""
+    with _pair(fabric, block_bytes) as pair:
+        pair.load()
+        ours_s = [_timed(pair.load) for _ in range(runs // 2 + 1)]
+        with PeerScript(package, block_bytes, pair.blocks, PEER_FABRICS[fabric], script=PEER_SCRIPT) as peer:
+            theirs_s = [peer.ask("load") for _ in range(runs)]
+        ours_s += [_timed(pair.load) for _ in range(runs // 2)]
+    ours, theirs = _rates(ours_s), _rates(theirs_s)
+    return Row(label, statistics.median(ours), statistics.median(theirs), "GB/s", name, bar, True, runs, spread(ours))
+
+
+def _timed(action: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
 
 
 def _rates(seconds: Sequence[float]) -> list[float]:
