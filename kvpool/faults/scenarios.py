@@ -126,24 +126,22 @@ def _slow(factor: float) -> Callable[[Nemesis, str], Awaitable[None]]:
     return strike
 
 
-async def _drop(nemesis: Nemesis, name: str) -> None:
-    holder, _ = await nemesis.pair()
-    await nemesis.shape_links(name, holder, LinkShape(loss=1.0), LINK_FAULT_S)
-
-
 async def _one_way(nemesis: Nemesis, name: str) -> None:
     holder, reader = await nemesis.pair()
     await nemesis.shape_one_way(name, reader, holder, LinkShape(loss=1.0), LINK_FAULT_S)
 
 
-async def _stall(nemesis: Nemesis, name: str) -> None:
-    holder, _ = await nemesis.pair()
-    await nemesis.shape_links(name, holder, LinkShape(stalled=True), LINK_FAULT_S)
-
-
 async def _corrupt(nemesis: Nemesis, name: str) -> None:
     holder, _ = await nemesis.pair()
     await nemesis.shape_answers(name, holder, LinkShape(corruption=1.0), LINK_FAULT_S)
+
+
+def _shaped(shape: LinkShape) -> Callable[[Nemesis, str], Awaitable[None]]:
+    async def strike(nemesis: Nemesis, name: str) -> None:
+        holder, _ = await nemesis.pair()
+        await nemesis.shape_links(name, holder, shape, LINK_FAULT_S)
+
+    return strike
 
 
 _SIGNAL, _SHAPING = Mechanism.SIGNAL, Mechanism.SHAPING
@@ -258,7 +256,7 @@ _ALL = (
         "reads from a holder are never answered",
         "silence ends at the stall bound",
         _SHAPING,
-        _drop,
+        _shaped(LinkShape(loss=1.0)),
         _SHAPED,
     ),
     Scenario(
@@ -270,7 +268,36 @@ _ALL = (
         _SHAPED,
     ),
     Scenario(
-        "link-stall", "links from a holder stand still", "silence ends at the stall bound", _SHAPING, _stall, _SHAPED
+        "link-stall",
+        "links from a holder stand still",
+        "silence ends at the stall bound",
+        _SHAPING,
+        _shaped(LinkShape(stalled=True)),
+        _SHAPED,
+    ),
+    Scenario(
+        "payload-truncate",
+        "four of five pieces of every read from a holder are cut short",
+        "what arrived is used, what is missing is redone at the stall bound",
+        _SHAPING,
+        _shaped(LinkShape(truncation=0.8)),
+        _SHAPED,
+    ),
+    Scenario(
+        "payload-duplicate",
+        "every piece of a read from a holder comes twice",
+        "the second copy changes nothing and falls into no page that has another use by then",
+        _SHAPING,
+        _shaped(LinkShape(duplication=1.0)),
+        _SHAPED,
+    ),
+    Scenario(
+        "payload-reorder",
+        "pieces of two blocks come in any order, some of them twice",
+        "blocks count by what they are, not by when they come",
+        _SHAPING,
+        _shaped(LinkShape(reordering=True, duplication=0.3, delay_ns=2_000_000)),
+        _SHAPED,
     ),
     Scenario(
         "link-corrupt",

@@ -3,8 +3,9 @@
 A read is cut into pieces. Each piece is handed to the inner transport when the shaped link would have delivered it, so
 bytes land in the pace of the shape, verified by the inner transport. Shapes belong to the worker at the other end:
 
-* towards a holder: ``rate``, ``delay``, ``loss`` (a lost piece is never asked for, so the read ends at its stall bound)
-  and ``stalled`` (nothing moves until the shape changes);
+* towards a holder: ``rate``, ``delay``, ``loss`` (a lost piece is never asked for, so the read ends at its stall
+  bound), ``truncation`` (only the front of a piece comes), ``duplication`` (a piece comes twice), ``reordering``
+  (pieces come in any order) and ``stalled`` (nothing moves until the shape changes);
 * towards a reader: ``corruption`` (blocks are offered with a wrong checksum, so the reader's own check refuses them).
 
 One thread owns all state. A read is terminal only when every inner read it started is.
@@ -36,6 +37,7 @@ from kvpool.transport.handle import ReadTask, SegmentShape
 from kvpool.types import BlockHash, WorkerId, WorkerKey
 
 PIECE_BYTES = 1 << 20
+REORDERED_BLOCKS = 2
 PIECE_NS = 20_000_000  # a piece of a slow link is no longer than this, so that bytes trickle as they would
 TICK_S = 0.005
 CLOSE_LIMIT_S = 5.0
@@ -50,6 +52,9 @@ class LinkShape:
         rate_bytes_per_s: infinity for as fast as the inner transport.
         delay_ns: added to every piece.
         loss: chance in [0, 1] that a piece never comes.
+        truncation: chance in [0, 1] that a piece of several blocks is cut short.
+        duplication: chance in [0, 1] that a piece comes twice.
+        reordering: pieces are small and come in any order.
         corruption: chance in [0, 1] that a block is offered with a wrong checksum.
         stalled: nothing moves.
     """
@@ -57,6 +62,9 @@ class LinkShape:
     rate_bytes_per_s: float = math.inf
     delay_ns: int = 0
     loss: float = 0.0
+    truncation: float = 0.0
+    duplication: float = 0.0
+    reordering: bool = False
     corruption: float = 0.0
     stalled: bool = False
 
@@ -78,6 +86,7 @@ class _ShapedRead:
     waiting: deque[_Piece] = field(default_factory=deque)
     open: dict[int, tuple[_Piece, ReadHandle]] = field(default_factory=dict)
     lost: int = 0
+    settled: set[int] = field(default_factory=set)
     last_progress_ns: int = 0
 
 
@@ -223,8 +232,13 @@ class ShapingTransport:
         shape = self._shapes.get(task.request.peer.key.worker_id, CLEAR)
         size_bytes = min(PIECE_BYTES, shape.rate_bytes_per_s * PIECE_NS / NS_PER_S)
         step = max(1, int(size_bytes) // self._block_bytes)
+        if shape.reordering:
+            step = min(step, REORDERED_BLOCKS)
         total = len(task.request.blocks)
-        read.waiting.extend(_Piece(read, first, min(step, total - first)) for first in range(0, total, step))
+        pieces = [_Piece(read, first, min(step, total - first)) for first in range(0, total, step)]
+        if shape.reordering:
+            self._rng.shuffle(pieces)
+        read.waiting.extend(pieces)
 
     def _advance(self, read: _ShapedRead, now_ns: int, *, may_move: bool) -> None:
         """Give pieces a place on the link if it is free, hand out those that are due, and look at the timers."""
@@ -243,7 +257,11 @@ class ShapingTransport:
             read.waiting.popleft()
             if self._rng.random() < shape.loss:
                 read.lost += 1
-            else:
+                continue
+            if piece.blocks > 1 and self._rng.random() < shape.truncation:
+                piece.blocks = self._rng.randrange(1, piece.blocks)
+                read.lost += 1
+            for _ in range(2 if self._rng.random() < shape.duplication else 1):
                 self._hand_out(read, piece, now_ns)
         peer = str(request.peer.key)
         if now_ns > read.task.deadline_at_ns:
@@ -274,6 +292,8 @@ class ShapingTransport:
         piece, _ = read.open.pop(piece_id)
         for status in (BlockStatus.ARRIVED, BlockStatus.MISSING, BlockStatus.CORRUPT):
             indices = [piece.first + at for at, got in enumerate(progress.statuses) if got is status]
+            indices = [index for index in indices if index not in read.settled]  # a second copy settles nothing
+            read.settled.update(indices)
             if indices:
                 read.task.mark(indices, status)
         read.last_progress_ns = now_ns

@@ -77,3 +77,25 @@ def test_corruption_is_caught_by_the_reader(ends: tuple[End, End]) -> None:
     progress = handle.wait(20 * S)
     assert isinstance(progress.error, IntegrityError)
     assert set(progress.statuses) == {BlockStatus.ARRIVED, BlockStatus.CORRUPT}
+
+
+def test_a_truncated_piece_brings_its_front_and_ends_the_read_at_its_stall_bound(ends: tuple[End, End]) -> None:
+    holder, reader = ends
+    shape(reader, holder, LinkShape(truncation=1.0))
+    progress = reader.transport.read(request(holder.peer, list(range(64)), BLOCK, stall_ns=30 * MS)).wait(20 * S)
+    assert isinstance(progress.error, StallError)
+    arrived = progress.statuses.count(BlockStatus.ARRIVED)
+    assert 0 < arrived < 64
+    assert set(progress.statuses[:arrived]) == {BlockStatus.ARRIVED}
+    assert (reader.store.segment[arrived * BLOCK :] == POISON).all()
+
+
+@pytest.mark.parametrize("how", [LinkShape(duplication=1.0), LinkShape(reordering=True, duplication=0.5)])
+def test_pieces_that_come_twice_or_in_any_order_settle_every_block_once(ends: tuple[End, End], how: LinkShape) -> None:
+    holder, reader = ends
+    shape(reader, holder, how)
+    progress = reader.transport.read(request(holder.peer, list(range(64)), BLOCK)).wait(20 * S)
+    assert progress.state is ReadState.DONE
+    assert progress.bytes_arrived == 64 * BLOCK
+    assert (reader.store.segment[: 64 * BLOCK] == holder.store.segment[: 64 * BLOCK]).all()
+    assert reader.transport.stats().blocks_read > 64
