@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any, TextIO
 
 import numpy as np
@@ -28,6 +27,7 @@ from kvpool.errors import TransferError
 from kvpool.store.arena import Arena
 from kvpool.transport.base import BlockWant, HeldBlock, Peer, ReadHandle, ReadRequest
 from kvpool.transport.ucx import UcxOptions, UcxTransport
+from kvpool.transport.ucx.settings import Compression
 from kvpool.transport.wire import CONTROL_TAG, Message, encode
 from kvpool.types import BlockHash, WorkerEpoch, WorkerId, WorkerKey
 
@@ -46,7 +46,7 @@ class PeerOptions:
         filled: whether it holds blocks 0..blocks; otherwise its pages are poison.
         settings: extra UCX settings.
         max_run_bytes: see `UcxOptions`.
-        lease_slack_ns, max_lease_ns: see `UcxOptions`.
+        lease_slack_ns, max_lease_ns, compression: see `UcxOptions`.
     """
 
     worker_id: str = "holder"
@@ -57,6 +57,7 @@ class PeerOptions:
     settings: Mapping[str, str] = field(default_factory=dict)
     max_run_bytes: int = UcxOptions().max_run_bytes
     lease_slack_ns: int = UcxOptions().lease_slack_ns
+    compression: str = Compression.AUTO.value
 
     @property
     def key(self) -> WorkerKey:
@@ -66,7 +67,10 @@ class PeerOptions:
     def transport(self) -> UcxTransport:
         """A transport with these options."""
         bounds = UcxOptions(
-            settings=self.settings, max_run_bytes=self.max_run_bytes, lease_slack_ns=self.lease_slack_ns
+            settings=self.settings,
+            max_run_bytes=self.max_run_bytes,
+            lease_slack_ns=self.lease_slack_ns,
+            compression=Compression(self.compression),
         )
         return UcxTransport(bounds)
 
@@ -311,14 +315,12 @@ def mangle_replies(transport: UcxTransport, how: str) -> None:
 
     send_run = type(server)._send_run.__get__(server)
 
-    def run_cut(link: Any, serve: Any, index: int) -> Any:
-        connection = link.connection
-        short = SimpleNamespace(send=lambda data, tag: connection.send(data[: len(data) * 2 // 3], tag))
-        return send_run(SimpleNamespace(connection=short), serve, index)
+    def run_cut(link: Any, serve: Any, index: int, data: memoryview, staging: Any) -> None:
+        send_run(link, serve, index, data[: len(data) * 2 // 3], staging)
 
-    def run_twice(link: Any, serve: Any, index: int) -> Any:
-        serve.sends.append(send_run(link, serve, index))
-        return send_run(link, serve, index)
+    def run_twice(link: Any, serve: Any, index: int, data: memoryview, staging: Any) -> None:
+        send_run(link, serve, index, data if staging is None else memoryview(bytes(data)), None)
+        send_run(link, serve, index, data, staging)
 
     reply = type(server)._reply.__get__(server)
     server._reply, server._send_run = {  # type: ignore[method-assign]

@@ -166,6 +166,16 @@ def decode_frame(frame: memoryview, into: memoryview) -> FrameFacts:
     return FrameFacts(at + tail, len(into), encode_us * 1000)
 
 
+def frame_length(frame: memoryview, raw_bytes: int) -> int:
+    """Bytes of a frame that must hold ``raw_bytes``, without unpacking it.
+
+    Raises:
+        IntegrityError: as `decode_frame`.
+    """
+    width, _, planes, at = _parse(frame, raw_bytes)
+    return at + sum(stored for _, stored in planes) + raw_bytes % width
+
+
 # ── leaves ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

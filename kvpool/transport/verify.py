@@ -7,6 +7,7 @@ it would still take a quarter of a same-host load's time. Small batches are chec
 from __future__ import annotations
 
 import functools
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import xxhash
+
+log = logging.getLogger(__name__)
 
 INLINE_BYTES = 128 * 1024
 HELPERS = 2
@@ -66,5 +69,19 @@ class Helpers:
             job = self._jobs.get()
             if job is None:
                 return
-            self._deliver(job())
+            self._deliver(_answer(job))
             del job  # what it holds must not wait for the next job to be let go
+
+
+def _answer(job: Callable[[], Callable[[int], None]]) -> Callable[[int], None]:
+    """What a job found. Its bug is raised where its answer belongs: a thread that ended would answer nothing at all."""
+    try:
+        return job()
+    except BaseException as error:
+        log.exception("a helper's job failed")
+        failure = error
+
+        def fail(_: int) -> None:
+            raise failure
+
+        return fail

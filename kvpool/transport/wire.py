@@ -12,6 +12,9 @@
       │ ◀═══════════════════════════════════════════│  unpins when the last send is terminal
       │  STOP   no more runs wanted                 │
 
+Over a slow link every run may come as a compressed frame instead (`kvpool.transport.compression`), when the reader's
+PULL named a codec and the holder's OFFER took it up; the sums are those of the uncompressed blocks.
+
 On one host the reader may fetch the runs from the holder's memory itself instead of granting them; it says so with
 the STOP that ends the pull, and the holder keeps the blocks pinned until then.
 
@@ -35,22 +38,23 @@ from kvpool.errors import IntegrityError
 from kvpool.types import BLOCK_HASH_BYTES, BlockHash, WorkerEpoch, WorkerId, WorkerKey
 
 MAGIC = 0x4B56
-VERSION = 2
+VERSION = 3
 CONTROL_TAG = 1
 DATA_BIT = 1 << 63
 RUN_BITS = 24
 MAX_PULL_BLOCKS = 4096
 MAX_MESSAGE_BYTES = 1 << 20
+MAX_CODECS = 4
 MAX_PID = (1 << 31) - 1
 MAX_ADDRESS = 1 << 56  # of user space, so that sums of addresses and sizes stay numbers of 64 bits
 
 _HEAD = struct.Struct("<HBBQ")  # magic, version, kind, sequence
 _PULL = struct.Struct(
-    "<QQQQQIIII"
-)  # link id, deadline, reader epoch, holder epoch, host, lengths of: ids (2), address, blocks
+    "<QQQQQ4sIIII"
+)  # link id, deadline, reader epoch, holder epoch, host, codecs, lengths of: ids (2), address, blocks
 _OFFER = struct.Struct(
-    "<QIIQQQ"
-)  # identity digest, numbers of blocks and runs, window: pid (0: none), cookie at, cookie
+    "<QIIQQQB"
+)  # identity digest, numbers of blocks and runs, window: pid (0: none), cookie at, cookie; codec
 _GRANT = struct.Struct("<QI")
 _LINK = struct.Struct("<Q")
 _TEXT = struct.Struct("<HH")
@@ -71,6 +75,8 @@ class Pull:
         hashes: what is wanted, front first.
         offsets: destination byte offsets, so that the holder can merge neighbours.
         host: names the set of processes whose memory the reader may be able to read; 0 for none.
+        codecs: of frames the reader would rather have than raw runs, at most `MAX_CODECS`, the preferred first
+            (`kvpool.transport.compression.Codec`, never 0); a holder that knows none of them answers raw.
     """
 
     sequence: int
@@ -82,6 +88,7 @@ class Pull:
     hashes: tuple[BlockHash, ...]
     offsets: tuple[int, ...]
     host: int = 0
+    codecs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +116,7 @@ class Offer:
         checksums: xxh3_64 per asked block, None where it is missing.
         run_blocks: blocks of each run; the runs cover the present blocks in asked order.
         window: where the reader may fetch the runs itself, None when it must grant them.
+        codec: one the reader wanted, when every run comes as a frame; 0 for raw runs.
     """
 
     sequence: int
@@ -116,6 +124,7 @@ class Offer:
     checksums: tuple[int | None, ...]
     run_blocks: tuple[int, ...]
     window: Window | None = None
+    codec: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +290,7 @@ def _encode_pull(pull: Pull) -> bytes:
         pull.reader.worker_epoch,
         pull.holder.worker_epoch,
         pull.host,
+        bytes(pull.codecs),
         len(reader),
         len(holder),
         len(pull.reader_address),
@@ -298,7 +308,8 @@ def _encode_offer(offer: Offer) -> bytes:
     runs = struct.pack(f"<{len(offer.run_blocks)}I", *offer.run_blocks)
     window = offer.window or Window(0, 0, 0, ())
     places = struct.pack(f"<{len(window.addresses)}Q", *window.addresses)
-    fixed = _OFFER.pack(offer.identity, blocks, len(offer.run_blocks), window.pid, window.cookie_at, window.cookie)
+    counts = (blocks, len(offer.run_blocks))
+    fixed = _OFFER.pack(offer.identity, *counts, window.pid, window.cookie_at, window.cookie, offer.codec)
     return _head(_KIND_OFFER, offer.sequence) + fixed + present + sums + runs + places
 
 
@@ -321,7 +332,7 @@ def _decode_body(kind: int, sequence: int, body: memoryview) -> Message:
 
 
 def _decode_pull(sequence: int, body: memoryview) -> Pull:
-    link_id, deadline_ns, reader_epoch, holder_epoch, host, *lengths = _PULL.unpack_from(body)
+    link_id, deadline_ns, reader_epoch, holder_epoch, host, codecs, *lengths = _PULL.unpack_from(body)
     reader_length, holder_length, address_length, blocks = lengths
     reader, holder, address, raw_hashes, raw_offsets = _split(
         body[_PULL.size :], reader_length, holder_length, address_length, blocks * BLOCK_HASH_BYTES, blocks * 8
@@ -337,11 +348,12 @@ def _decode_pull(sequence: int, body: memoryview) -> Pull:
         hashes=tuple(BlockHash(joined[at : at + BLOCK_HASH_BYTES]) for at in range(0, len(joined), BLOCK_HASH_BYTES)),
         offsets=struct.unpack(f"<{blocks}Q", raw_offsets),
         host=host,
+        codecs=tuple(codecs.rstrip(b"\0")),
     )
 
 
 def _decode_offer(sequence: int, body: memoryview) -> Offer:
-    identity, blocks, runs, pid, cookie_at, cookie = _OFFER.unpack_from(body)
+    identity, blocks, runs, pid, cookie_at, cookie, codec = _OFFER.unpack_from(body)
     places = runs if pid else 0
     present, raw_sums, raw_runs, raw_places = _split(body[_OFFER.size :], blocks, blocks * 8, runs * 4, places * 8)
     window = Window(pid, cookie_at, cookie, struct.unpack(f"<{places}Q", raw_places)) if pid else None
@@ -354,6 +366,7 @@ def _decode_offer(sequence: int, body: memoryview) -> Offer:
         checksums=tuple(total if here else None for here, total in zip(present, sums, strict=True)),
         run_blocks=struct.unpack(f"<{runs}I", raw_runs),
         window=window,
+        codec=codec,
     )
 
 

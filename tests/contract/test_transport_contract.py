@@ -16,6 +16,7 @@ from kvpool.transport.nixl import NixlTransport
 from kvpool.transport.nixl.agent import installed
 from kvpool.transport.shaping import ShapingTransport
 from kvpool.transport.ucx import UcxOptions, UcxTransport
+from kvpool.transport.ucx.settings import Compression
 from kvpool.types import WorkerEpoch, WorkerId, WorkerKey
 from tests.contract.transport_rig import MS, POISON, End, S, block_hash, eventually, pattern, request, start_end
 
@@ -26,6 +27,7 @@ MAKERS: dict[str, Callable[[], Transport]] = {
     "memory": MemoryTransport,
     "ucx": UcxTransport,
     "ucx-tcp": lambda: UcxTransport(UcxOptions(settings={"TLS": "tcp,self"})),
+    "ucx-frames": lambda: UcxTransport(UcxOptions(settings={"TLS": "tcp,self"}, compression=Compression.ALWAYS)),
     "shaped-memory": lambda: ShapingTransport(MemoryTransport()),
     "shaped-ucx": lambda: ShapingTransport(UcxTransport()),
     "nixl": NixlTransport,

@@ -12,7 +12,7 @@ PACKAGES = ("kvpool", "router", "workers")
 ALLOWED = {
     "grpc": ("kvpool/metadata/",),
     "ucxx": ("kvpool/transport/",),
-    "nixl": ("kvpool/transport/",),
+    "nixl": ("kvpool/transport/", "kvpool/bench/transfer_peer_script.py"),
     "lz4": ("kvpool/transport/compression.py",),
     "zstandard": ("kvpool/transport/compression.py",),
     "torch": ("workers/engine/", "workers/bridge.py", "kvpool/bench/"),

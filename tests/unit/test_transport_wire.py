@@ -40,7 +40,8 @@ def pulls(draw: st.DrawFn) -> Pull:
     offsets = tuple(draw(st.lists(U64, min_size=len(hashes), max_size=len(hashes))))
     fixed = [draw(U64) for _ in range(3)]
     ids = draw(KEYS), draw(st.binary(max_size=300)), draw(KEYS)
-    return Pull(fixed[0], fixed[1], fixed[2], *ids, hashes, offsets, draw(U64))
+    codecs = tuple(draw(st.lists(st.integers(1, 255), max_size=4)))
+    return Pull(fixed[0], fixed[1], fixed[2], *ids, hashes, offsets, draw(U64), codecs)
 
 
 @st.composite
@@ -51,7 +52,7 @@ def offers(draw: st.DrawFn) -> Offer:
     if draw(st.booleans()):
         addresses = tuple(draw(st.lists(ADDRESS, min_size=len(runs), max_size=len(runs))))
         window = Window(draw(st.integers(1, MAX_PID)), draw(ADDRESS), draw(U64), addresses)
-    return Offer(draw(U64), draw(U64), checksums, runs, window)
+    return Offer(draw(U64), draw(U64), checksums, runs, window, draw(st.integers(0, 255)))
 
 
 MESSAGES = st.one_of(

@@ -9,9 +9,11 @@ import functools
 from collections.abc import Callable, Iterable
 
 from kvpool.errors import KVPoolError
+from kvpool.transport.compression import Codec
 from kvpool.transport.fair import Claim, Room, share
 from kvpool.transport.handle import LocalEnd
 from kvpool.transport.ucx.direct import DirectMemory, Fetched, Fragment
+from kvpool.transport.ucx.frames import FrameReader
 from kvpool.transport.ucx.links import Flight, Link, OpenPull, PostedRun
 from kvpool.transport.ucx.settings import UcxOptions
 from kvpool.transport.verify import Helpers
@@ -26,20 +28,26 @@ OnFetched = Callable[[Link, list[Flight], Fetched, int], None]
 class Granter:
     """Lets runs of pulls move into the segment."""
 
-    def __init__(self, local: LocalEnd, options: UcxOptions, helpers: Helpers, memory: DirectMemory) -> None:
+    def __init__(
+        self, local: LocalEnd, options: UcxOptions, helpers: Helpers, memory: DirectMemory, frames: FrameReader
+    ) -> None:
         self._segment = local.segment
         self._block_bytes = local.block_bytes
         self._options = options
         self._helpers = helpers
         self._memory = memory
+        self._frames = frames
         self._turns = 0
 
-    def give(self, links: Iterable[Link], fetched: OnFetched) -> tuple[list[OpenPull], list[tuple[Link, KVPoolError]]]:
+    def give(
+        self, links: Iterable[Link], fetched: OnFetched, now_ns: int
+    ) -> tuple[list[OpenPull], list[tuple[Link, KVPoolError]]]:
         """Put in flight what has its turn and fits.
 
         Args:
             links: every living one.
             fetched: told about each batch of runs that helpers fetched.
+            now_ns: now.
 
         Returns:
             Pulls whose holders must be told how far they are granted, and links that failed.
@@ -69,7 +77,7 @@ class Granter:
                 self._fetch(pull, pull.window, runs, fetched)
             elif link not in failed:
                 try:
-                    self._post(pull, runs)
+                    self._post(pull, runs, now_ns)
                     granted[pull] = None
                 except KVPoolError as error:
                     failed[link] = error
@@ -92,14 +100,25 @@ class Granter:
             return Room(options.fetch_window_bytes - used, _MANY, not used, link.turns)
         return Room(options.link_window_bytes - used, options.link_window_runs - len(link.posted), not used, link.turns)
 
-    def _post(self, pull: OpenPull, runs: int) -> None:
+    def _post(self, pull: OpenPull, runs: int, now_ns: int) -> None:
         link = pull.reading.link
         for _ in range(runs):
             flight = pull.next_flight()
-            into = self._segment[flight.offset : flight.offset + flight.run_bytes]
-            operation = link.connection.receive(into, data_tag(pull.sequence, flight.index))
+            staging = None
+            if pull.codec is not Codec.RAW:
+                if not self._frames.fits(flight.run_bytes):
+                    return  # what is unpacked makes room
+                staging = self._frames.take(flight.run_bytes)
+            into = self._segment[flight.offset : flight.offset + flight.run_bytes] if staging is None else staging.view
+            try:
+                operation = link.connection.receive(into, data_tag(pull.sequence, flight.index))
+            except KVPoolError:
+                if staging is not None:
+                    self._frames.release(staging)
+                raise
             pull.launch(flight)
-            link.posted.append(PostedRun(operation, flight))
+            link.meter.began(now_ns)
+            link.posted.append(PostedRun(operation, flight, staging))
 
     def _fetch(self, pull: OpenPull, window: Window, runs: int, fetched: OnFetched) -> None:
         """Give runs to the helpers, some at a time."""

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 from kvpool.errors import IntegrityError, KVPoolError
 from kvpool.transport.base import BlockWant, Peer
+from kvpool.transport.compression import Codec
 from kvpool.transport.handle import ReadTask
+from kvpool.transport.staging import Staging
+from kvpool.transport.switch import BurstMeter
 from kvpool.transport.ucx.fabric import Connection, Operation
 from kvpool.transport.verify import Check
 from kvpool.transport.wire import Offer, Run, Window, identity_digest, runs_of_offer
@@ -42,6 +45,8 @@ class OpenPull:
     run_bytes: tuple[int, ...] = ()
     checksums: tuple[int | None, ...] = ()
     window: Window | None = None  # where this half fetches the runs itself; None: they are granted
+    wanted: tuple[Codec, ...] = ()  # frames that were asked for
+    codec: Codec = Codec.RAW  # what the holder's runs come in
     granted: int = 0
     open_runs: int = 0
 
@@ -71,6 +76,9 @@ class OpenPull:
             raise IntegrityError("the holder answered for other blocks", peer=peer)
         if len(offer.checksums) != self.blocks:
             raise IntegrityError("the offer has another length than the pull", peer=peer)
+        if offer.codec and (offer.codec not in self.wanted or offer.window is not None):
+            raise IntegrityError(f"the holder offers codec {offer.codec}, which was not asked for", peer=peer)
+        self.codec = Codec(offer.codec)
         self.runs = runs_of_offer(offer, [want.dest_offset for want in self.wants], block_bytes)
         self.run_bytes = tuple(run.blocks * block_bytes for run in self.runs)
         self.checksums = offer.checksums
@@ -112,6 +120,7 @@ class PostedRun:
 
     operation: Operation
     flight: Flight
+    staging: Staging | None = None  # where a frame arrives; None: the run goes to its place
 
 
 @dataclass(slots=True, eq=False)
@@ -130,6 +139,7 @@ class Link:
     fetches: bool | None = None  # whether the peer's memory can be read from here; None until that was tried
     asks: int = 0
     turns: int = 0
+    meter: BurstMeter = field(default_factory=BurstMeter)
     broken_ns: int | None = None
 
     @property

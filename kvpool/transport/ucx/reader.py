@@ -37,10 +37,13 @@ from kvpool.errors import (
     TransferError,
 )
 from kvpool.transport.base import BlockStatus, Peer
+from kvpool.transport.compression import Codec
 from kvpool.transport.fair import pick
 from kvpool.transport.handle import LocalEnd, ReadTask
+from kvpool.transport.switch import CodecSpeed
 from kvpool.transport.ucx.direct import DirectMemory, Fetched
 from kvpool.transport.ucx.fabric import Operation, PortSet
+from kvpool.transport.ucx.frames import FRAME_RUN_BYTES, FrameReader, check_of, measure
 from kvpool.transport.ucx.grants import Granter
 from kvpool.transport.ucx.links import Flight, Link, OpenPull, PostedRun, Reading
 from kvpool.transport.ucx.settings import UcxOptions
@@ -86,7 +89,9 @@ class ReaderHalf:
         self._sends: list[Operation] = []
         self._sequences = itertools.count(1)
         self._grant_due = False
-        self._granter = Granter(local, options, helpers, memory)
+        slack = FRAME_RUN_BYTES * options.link_window_runs  # arrived and not unpacked yet
+        self.frames = FrameReader(options.compression, options.process_window_bytes + slack)
+        self._granter = Granter(local, options, helpers, memory, self.frames)
         self._next_tick_ns = 0
         self.reads = self.reads_failed = self.blocks_read = self.bytes_read = self.corrupt_blocks = 0
         self.open_reads = self.protocol_errors = 0
@@ -230,6 +235,8 @@ class ReaderHalf:
         while link.waiting and len(link.asked) < self._options.open_pulls_per_link and link.broken_ns is None:
             pull = link.waiting.pop(pick(link.waiting, link.asks))
             link.asks += 1
+            if not link.fetches:
+                pull.wanted = self.frames.wanted(link.peer.key, now_ns)
             message = Pull(
                 sequence=pull.sequence,
                 link_id=link.link_id,
@@ -240,6 +247,7 @@ class ReaderHalf:
                 hashes=tuple(want.block_hash for want in pull.wants),
                 offsets=tuple(want.dest_offset for want in pull.wants),
                 host=self._memory.host,
+                codecs=pull.wanted,
             )
             if not link.asked:
                 link.last_progress_ns = now_ns
@@ -270,7 +278,7 @@ class ReaderHalf:
     def _grant(self, now_ns: int) -> None:
         """Let move what has its turn and fits the windows."""
         self._grant_due = False
-        granted, failed = self._granter.give(self._links.values(), self._take_fetched)
+        granted, failed = self._granter.give(self._links.values(), self._take_fetched, now_ns)
         for pull in granted:
             self._send(pull.reading.link, Grant(pull.sequence, pull.reading.link.link_id, pull.granted))
         for link, error in failed:
@@ -295,17 +303,19 @@ class ReaderHalf:
             link.posted = deque(posted for posted in link.posted if posted not in finished)
         if not finished:
             return False
-        good: list[Flight] = []
+        good: list[PostedRun] = []
         failed: list[tuple[Flight, KVPoolError]] = []
         for posted in finished:
             link.in_flight_bytes -= posted.flight.run_bytes
             error = posted.operation.error()
             if error is not None:
                 failed.append((posted.flight, error))
+                self.frames.release(posted.staging)
                 continue
             posted.flight.pull.reading.last_progress_ns = link.last_progress_ns = now_ns
-            good.append(posted.flight)
+            good.append(posted)
         if good:
+            self.frames.arrived(link, good, now_ns)
             self._verify(link, good, now_ns)
         if failed:  # the link first: it gives the reads a reason to end with
             self._break(link, self._reason(link, failed[0][1]), now_ns)
@@ -314,17 +324,25 @@ class ReaderHalf:
         self._grant_due = True
         return True
 
-    def _verify(self, link: Link, arrived: list[Flight], now_ns: int) -> None:
-        """Check every block of runs that landed, here or on a helper's thread."""
-        checks = [flight.check(self._segment, self._block_bytes) for flight in arrived]
+    def _verify(self, link: Link, arrived: list[PostedRun], now_ns: int) -> None:
+        """Unpack frames and check every block of runs that landed, here or on a helper's thread."""
+        checks = [check_of(posted, self._segment, self._block_bytes) for posted in arrived]
+        sample = self.frames.sample_of(link, arrived, checks)
 
-        def check() -> Verdicts:
-            return [check.run() for check in checks]
+        def check() -> tuple[Verdicts, dict[Codec, CodecSpeed]]:
+            return [check.run() for check in checks], measure(sample) if sample is not None else {}
 
-        if sum(flight.run_bytes for flight in arrived) <= INLINE_BYTES:
-            self._judge(link, arrived, check(), now_ns)
+        def settle(found: tuple[Verdicts, dict[Codec, CodecSpeed]], then_ns: int) -> None:
+            self.frames.learn(found[1])
+            for posted, done in zip(arrived, checks, strict=True):
+                self.frames.settle(posted, done)
+            self._grant_due = True
+            self._judge(link, [posted.flight for posted in arrived], found[0], then_ns)
+
+        if sum(posted.flight.run_bytes for posted in arrived) <= INLINE_BYTES and sample is None:
+            settle(check(), now_ns)
         else:
-            self._helpers.submit(check, lambda verdicts, then_ns: self._judge(link, arrived, verdicts, then_ns))
+            self._helpers.submit(check, settle)
 
     def _take_fetched(self, link: Link, flights: list[Flight], fetched: Fetched, now_ns: int) -> None:
         """Settle runs that a helper fetched; those it did not fetch belong to a read or a link that is given up."""
@@ -420,6 +438,9 @@ class ReaderHalf:
         with contextlib.suppress(KVPoolError):  # then its receives stay open, and its reads quarantined
             link.connection.close()
         self._settle(link, now_ns)
+        link.meter.forget()
+        for posted in link.posted:
+            self.frames.write_off(posted.staging)
         for reading in list(link.readings):
             self._give_up(reading, error, now_ns)
         self._next_tick_ns = 0

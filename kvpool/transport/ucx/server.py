@@ -10,15 +10,20 @@ lease ends when it says so, dies, or is out of time.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from kvpool.errors import CapacityError, IncompatibleError, IntegrityError, KVPoolError, StaleError
 from kvpool.transport.base import BlockSource, HeldBlock
+from kvpool.transport.compression import Codec
 from kvpool.transport.handle import LocalEnd
+from kvpool.transport.staging import Staging
 from kvpool.transport.ucx.direct import DirectMemory
 from kvpool.transport.ucx.fabric import Connection, Operation, Port
+from kvpool.transport.ucx.frames import FRAME_RUN_BYTES, FrameWriter
 from kvpool.transport.ucx.settings import UcxOptions
+from kvpool.transport.verify import Helpers
 from kvpool.transport.wire import (
     CONTROL_TAG,
     Bye,
@@ -51,9 +56,21 @@ class Serve:
     runs: tuple[Run, ...]
     held: tuple[HeldBlock | None, ...]
     ends_at_ns: int
-    granted: int = 0
-    sends: deque[Operation] = field(default_factory=deque)
-    over: bool = False  # nothing more will be sent
+    codec: Codec = Codec.RAW
+    wanted: int = 0  # runs the reader granted
+    granted: int = 0  # runs that were sent or are being packed
+    packing: int = 0
+    sends: deque[tuple[Operation, Staging | None]] = field(default_factory=deque)
+    over: bool = False  # no further grant counts
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of it will be sent and nothing is being sent or packed."""
+        return self.over and self.granted == self.wanted and not self.packing and not self.sends
+
+    def drop(self) -> None:
+        """Send no run that is not under way."""
+        self.over, self.wanted = True, self.granted
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +82,7 @@ class ReaderLink:
     asked: WorkerKey  # the incarnation the reader takes us for
     connection: Connection
     last_used_ns: int
+    broken_ns: int | None = None
     serves: dict[int, Serve] = field(default_factory=dict)
 
 
@@ -72,10 +90,18 @@ class ServerHalf:
     """Serves blocks of ``segment`` to readers."""
 
     def __init__(
-        self, port: Port, local: LocalEnd, source: BlockSource, options: UcxOptions, memory: DirectMemory
+        self,
+        port: Port,
+        local: LocalEnd,
+        source: BlockSource,
+        options: UcxOptions,
+        *,
+        helpers: Helpers,
+        memory: DirectMemory,
     ) -> None:
         self._port = port
         self._memory = memory
+        self.frames = FrameWriter(options.compression, helpers)
         self._key = local.key
         self._segment = local.segment
         self._block_bytes = local.block_bytes
@@ -167,6 +193,7 @@ class ServerHalf:
             checksums=sums,
             run_blocks=tuple(run.blocks for run in serve.runs),
             window=self._memory.window(pull.host, starts),
+            codec=serve.codec,
         )
         self._reply(link, offer)
         if serve.runs:
@@ -183,12 +210,15 @@ class ServerHalf:
             raise IncompatibleError("a pull with this sequence number is under way", peer=str(self._key))
         lease_id, held = self._source.pin(pull.reader, pull.hashes)
         sources = [None if block is None else block.offset for block in held]
-        cap = self._options.max_run_bytes
+        cap, codec = self._options.max_run_bytes, Codec.RAW
         if self._memory.window(pull.host, ()) is not None:
             cap = min(cap, self._options.max_fetch_bytes)
+        else:
+            codec = self.frames.accept(pull.codecs)
+            cap = cap if codec is Codec.RAW else min(cap, FRAME_RUN_BYTES)
         runs = merge_runs(sources, pull.offsets, self._block_bytes, cap)
         budget_ns = min(pull.deadline_ns + self._options.lease_slack_ns, self._options.max_lease_ns)
-        return Serve(lease_id, pull.sequence, link, runs, held, now_ns + budget_ns)
+        return Serve(lease_id, pull.sequence, link, runs, held, now_ns + budget_ns, codec)
 
     def _link_to(self, pull: Pull, now_ns: int) -> ReaderLink:
         if pull.link_id in self._ended:
@@ -216,23 +246,51 @@ class ServerHalf:
         if link is None or serve is None or serve.over:
             return  # the lease ended before the grant came; the reader's timers handle it
         link.last_used_ns = now_ns
+        serve.wanted = max(serve.wanted, min(runs, len(serve.runs)))
+        serve.over = serve.wanted == len(serve.runs)
+        self._move(link, serve, now_ns)
+
+    def _move(self, link: ReaderLink, serve: Serve, now_ns: int) -> None:
+        """Send granted runs, or have them packed as far as there is staging."""
         try:
-            for index in range(serve.granted, min(runs, len(serve.runs))):
-                serve.sends.append(self._send_run(link, serve, index))
+            while serve.granted < serve.wanted:
+                index, data = serve.granted, self._run_bytes(serve, serve.granted)
+                if serve.codec is Codec.RAW:
+                    self._send_run(link, serve, index, data, None)
+                elif self.frames.fits(len(data)):
+                    serve.packing += 1
+                    self.frames.pack(data, serve.codec, functools.partial(self._take_packed, link, serve, index))
+                else:
+                    return  # what was sent makes room
                 serve.granted = index + 1
         except KVPoolError:
             self._break(link, now_ns)
-            return
-        serve.over = serve.granted == len(serve.runs)
 
-    def _send_run(self, link: ReaderLink, serve: Serve, index: int) -> Operation:
+    def _take_packed(
+        self, link: ReaderLink, serve: Serve, index: int, staging: Staging, frame_bytes: int, now_ns: int
+    ) -> None:
+        """Send a run that a helper packed, unless its link is over."""
+        serve.packing -= 1
+        if link.broken_ns is not None:
+            self.frames.release(staging)
+            self._collect(link, now_ns)
+            return
+        try:
+            self._send_run(link, serve, index, staging.view[:frame_bytes], staging)
+        except KVPoolError:
+            self.frames.release(staging)
+            self._break(link, now_ns)
+
+    def _send_run(self, link: ReaderLink, serve: Serve, index: int, data: memoryview, staging: Staging | None) -> None:
+        serve.sends.append((link.connection.send(data, data_tag(serve.sequence, index)), staging))
+        self.blocks_served += serve.runs[index].blocks
+        self.bytes_served += serve.runs[index].blocks * self._block_bytes
+
+    def _run_bytes(self, serve: Serve, index: int) -> memoryview:
         run = serve.runs[index]
         first = serve.held[run.first]
         assert first is not None
-        size = run.blocks * self._block_bytes
-        self.blocks_served += run.blocks
-        self.bytes_served += size
-        return link.connection.send(self._segment[first.offset : first.offset + size], data_tag(serve.sequence, index))
+        return self._segment[first.offset : first.offset + run.blocks * self._block_bytes]
 
     def _on_stop(self, stop: Stop, now_ns: int) -> None:
         link = self._links.get(stop.link_id)
@@ -258,11 +316,12 @@ class ServerHalf:
     def _collect(self, link: ReaderLink, now_ns: int) -> bool:
         moved = False
         for serve in list(link.serves.values()):
-            while serve.sends and serve.sends[0].completed:
-                serve.sends.popleft()
+            while serve.sends and serve.sends[0][0].completed:
+                self.frames.release(serve.sends.popleft()[1])
                 moved = True
-            if serve.over and not serve.sends:
-                del link.serves[serve.sequence]
+            if serve.granted < serve.wanted and link.broken_ns is None:
+                self._move(link, serve, now_ns)
+            if serve.ended and link.serves.pop(serve.sequence, None) is not None:
                 self._source.unpin(serve.lease_id)
                 moved = True
         if moved:
@@ -278,11 +337,15 @@ class ServerHalf:
             self._ended[link.link_id] = None  # pulls that still come over it are not worth a connection
         while len(self._ended) > REMEMBERED_LINKS:
             self._ended.popitem(last=False)
+        link.broken_ns = now_ns
         for serve in link.serves.values():
-            serve.over = True
+            serve.drop()
         with contextlib.suppress(KVPoolError):  # then its sends stay open, and its blocks pinned
             link.connection.close()
         self._settle(link, now_ns)
+        for serve in link.serves.values():
+            for _, staging in serve.sends:
+                self.frames.write_off(staging)
         self._next_tick_ns = 0
 
     def _look_at_timers(self, now_ns: int) -> None:
@@ -290,7 +353,7 @@ class ServerHalf:
             late = [serve for serve in link.serves.values() if now_ns > serve.ends_at_ns]
             self.leases_expired += len(late)
             for serve in late:
-                serve.over = True
+                serve.drop()
             self._collect(link, now_ns)
             stuck = any(serve.sends for serve in late)
             idle = not link.serves and now_ns - link.last_used_ns > self._options.idle_link_ns

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from kvpool.errors import ConfigError
 
@@ -50,6 +51,14 @@ DEFAULT_SETTINGS: Mapping[str, str] = {
 """Measured on loopback and veth: segments and socket buffers of this size are worth a factor of five."""
 
 
+class Compression(Enum):
+    """Whether runs travel as compressed frames."""
+
+    AUTO = "auto"  # where the learned bandwidth says that they arrive sooner
+    OFF = "off"  # neither asked for nor given
+    ALWAYS = "always"  # for tests and benchmarks: asked for wherever runs are messages
+
+
 @dataclass(frozen=True, slots=True)
 class UcxOptions:
     """Bounds of one UCX end.
@@ -74,6 +83,7 @@ class UcxOptions:
         spin_ns: how long the loop polls without progress, while something is in flight, before it blocks.
         idle_link_ns: connections without traffic are closed after this.
         max_links: connections kept per direction; the longest idle ones are closed first.
+        compression: see `Compression`.
     """
 
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -94,6 +104,7 @@ class UcxOptions:
     spin_ns: int = 50_000
     idle_link_ns: int = 300 * S
     max_links: int = 1024
+    compression: Compression = Compression.AUTO
 
     def context_settings(self) -> dict[str, str]:
         """What the UCX context is created with.

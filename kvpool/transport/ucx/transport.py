@@ -39,7 +39,7 @@ class _Running:
         self.helpers = Helpers(f"kvpool-help-{local.key}", self._deliver)
         memory = DirectMemory(local.segment, options.settings)
         self.reader = ReaderHalf(fabric.readers, local, options, self.helpers, memory)
-        self.server = ServerHalf(fabric.server, local, source, options, memory)
+        self.server = ServerHalf(fabric.server, local, source, options, helpers=self.helpers, memory=memory)
         self.loop = ProgressLoop(
             fabric,
             self.reader,
@@ -149,6 +149,13 @@ class UcxTransport:
             in_flight_bytes=reader.in_flight_bytes,
             quarantined_reads=reader.quarantined_reads,
             protocol_errors=reader.protocol_errors + server.protocol_errors,
+            frames_read=reader.frames.frames,
+            bad_frames=reader.frames.faults,
+            bytes_saved=reader.frames.bytes_saved,
+            decode_ns=reader.frames.decode_ns,
+            encode_ns=server.frames.encode_ns,
+            compressed_links=reader.frames.links_on,
+            staging_bytes=reader.frames.staging_bytes + server.frames.staging_bytes,
         )
 
     def close(self) -> None:

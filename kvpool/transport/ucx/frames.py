@@ -1,0 +1,302 @@
+"""Compressed frames on the UCX transport: what its two halves and its helper threads do to have and to use them.
+
+Reader: `FrameReader` decides per pull whether to ask for frames (`kvpool.transport.switch`), lends the staging buffers
+that receives are posted into, and unpacks a frame that arrived whole into the reader's pages, on a helper's thread,
+where the checksum of the uncompressed blocks is then verified. UCX itself never writes into a page of a framed pull.
+
+Holder: `FrameWriter` packs granted runs into staging buffers on a helper's thread; the progress thread sends them from
+there. While a run is being packed its read lease is not released.
+
+Both are owned by the progress thread; only `FramedCheck.run`, `measure` and the packing run elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvpool.errors import IntegrityError
+from kvpool.transport.compression import (
+    CODECS,
+    PLAIN,
+    SAMPLE_BYTES,
+    Codec,
+    PlanePlan,
+    decodable,
+    decode_frame,
+    encode_frame,
+    frame_bound,
+    frame_length,
+    plan_planes,
+    stamp_encode_time,
+)
+from kvpool.transport.staging import Staging, StagingPool
+from kvpool.transport.switch import CodecBook, CodecSpeed, LinkSwitch
+from kvpool.transport.ucx.links import Link, PostedRun
+from kvpool.transport.ucx.settings import Compression
+from kvpool.transport.verify import Check, Helpers
+from kvpool.types import WorkerKey
+
+STAGING_BYTES = 64 << 20  # of a holder, over all its readers
+FRAME_RUN_BYTES = 1 << 20  # longest framed run: the codecs and the wire work on neighbouring runs at the same time
+REPLAN_BYTES = 256 << 20  # packed with one plan before the planes are looked at again
+RESAMPLE_BYTES = 64 << 20  # raw traffic of slow links between two samples, while no frame teaches anything
+MAX_SWITCHES = 4096
+
+Clock = Callable[[], int]
+
+
+@dataclass(slots=True, eq=False)
+class FramedCheck:
+    """A frame that arrived: unpack it into the page, then check the blocks. Runs once, on one thread.
+
+    Attributes:
+        check: the page and its checksums.
+        frame: the staging buffer.
+        fault: what was wrong with the frame, None when it unpacked.
+        frame_bytes, encode_ns, decode_ns: what it cost; zero until it ran.
+    """
+
+    check: Check
+    frame: memoryview
+    fault: IntegrityError | None = None
+    frame_bytes: int = 0
+    encode_ns: int = 0
+    decode_ns: int = 0
+
+    def run(self) -> tuple[bool, ...]:
+        """Which blocks are intact; none of a frame that does not unpack."""
+        begun_ns = time.perf_counter_ns()
+        try:
+            facts = decode_frame(self.frame, self.check.data)
+        except IntegrityError as error:
+            self.fault = error
+            return (False,) * len(self.check.expected)
+        self.decode_ns = time.perf_counter_ns() - begun_ns
+        self.frame_bytes, self.encode_ns = facts.frame_bytes, facts.encode_ns
+        return self.check.run()
+
+
+RunCheck = Check | FramedCheck
+
+
+def check_of(posted: PostedRun, segment: memoryview, block_bytes: int) -> RunCheck:
+    """What makes blocks of a run that arrived, or says that they are none."""
+    check = posted.flight.check(segment, block_bytes)
+    return check if posted.staging is None else FramedCheck(check, posted.staging.view)
+
+
+def measure(block: memoryview, clock_ns: Clock = time.perf_counter_ns) -> dict[Codec, CodecSpeed]:
+    """What the codecs do to a real block, here and now; takes a few milliseconds."""
+    sample = block[:SAMPLE_BYTES]
+    frame, back = bytearray(frame_bound(len(sample))), bytearray(len(sample))
+    speeds = {}
+    for codec in CODECS:
+        plan = plan_planes(sample, codec)
+        times = [clock_ns()]
+        length = encode_frame(sample, plan, memoryview(frame))
+        times.append(clock_ns())
+        decode_frame(memoryview(frame), memoryview(back))
+        times.append(clock_ns())
+        size = len(sample)
+        speeds[codec] = CodecSpeed(size / length, (times[1] - times[0]) / size, (times[2] - times[1]) / size)
+    return speeds
+
+
+class FrameReader:
+    """The reader's side.
+
+    Args:
+        mode: whether frames are asked for.
+        staging_bytes: bound of the staging.
+    """
+
+    def __init__(self, mode: Compression, staging_bytes: int) -> None:
+        self._mode = mode
+        self._book = CodecBook()
+        self._switches: OrderedDict[WorkerKey, LinkSwitch] = OrderedDict()
+        self._pool = StagingPool(staging_bytes)
+        self._unsampled_bytes = RESAMPLE_BYTES
+        self.frames = self.faults = self.bytes_saved = self.decode_ns = 0
+
+    @property
+    def staging_bytes(self) -> int:
+        """Staging in use."""
+        return self._pool.used_bytes
+
+    @property
+    def links_on(self) -> int:
+        """Peers from which frames are asked for now."""
+        return sum(switch.codec is not None for switch in self._switches.values())
+
+    def wanted(self, peer: WorkerKey, now_ns: int) -> tuple[Codec, ...]:
+        """The codecs to offer in the next pull, the preferred first; empty for raw."""
+        if self._mode is Compression.OFF:
+            return ()
+        if self._mode is Compression.ALWAYS:
+            return CODECS
+        codec = self._switch(peer).choose(self._book.speeds, now_ns)
+        return () if codec is None else (codec,)
+
+    def fits(self, run_bytes: int) -> bool:
+        """Whether there is staging for a run."""
+        return self._pool.fits(frame_bound(run_bytes))
+
+    def take(self, run_bytes: int) -> Staging:
+        """Staging for the frame of a run; see `fits`."""
+        return self._pool.take(frame_bound(run_bytes))
+
+    def release(self, staging: Staging | None) -> None:
+        """The receive into it is over, and so is the unpacking; nothing to do for one that was written off."""
+        if staging is not None and not staging.over:
+            self._pool.give_back(staging)
+
+    def write_off(self, staging: Staging | None) -> None:
+        """Its link was given up while the receive was open."""
+        if staging is not None and not staging.over:
+            self._pool.write_off(staging)
+
+    def arrived(self, link: Link, runs: Sequence[PostedRun], now_ns: int) -> None:
+        """Learn about a link from runs that just arrived over it."""
+        if self._mode is not Compression.AUTO:
+            return
+        for place, posted in enumerate(runs):
+            raw_bytes = wire_bytes = posted.flight.run_bytes
+            if posted.staging is not None:
+                with contextlib.suppress(IntegrityError):  # whoever unpacks it says so
+                    wire_bytes = frame_length(posted.staging.view, raw_bytes)
+            idle = not link.posted and place == len(runs) - 1
+            framed = posted.staging is not None
+            burst = link.meter.arrived(raw_bytes, wire_bytes, framed=framed, idle=idle, now_ns=now_ns)
+            if burst is not None:
+                self._switch(link.peer.key).observe(burst, now_ns)
+
+    def sample_of(self, link: Link, runs: Sequence[PostedRun], checks: Sequence[RunCheck]) -> memoryview | None:
+        """Bytes to measure the codecs on once they are verified (`measure`, `learn`); None when there is no need."""
+        if self._mode is not Compression.AUTO or not self._switch(link.peer.key).wants_sample:
+            return None
+        self._unsampled_bytes += sum(posted.flight.run_bytes for posted in runs if posted.staging is None)
+        if self._unsampled_bytes < RESAMPLE_BYTES or runs[0].staging is not None:
+            return None
+        self._unsampled_bytes = 0
+        check = checks[0]
+        return check.data if isinstance(check, Check) else None
+
+    def learn(self, speeds: Mapping[Codec, CodecSpeed]) -> None:
+        """Take a measurement in."""
+        for codec, speed in speeds.items():
+            self._book.learn(codec, speed)
+
+    def settle(self, posted: PostedRun, done: RunCheck) -> None:
+        """Count a frame that was unpacked, learn from it, and take its staging back. Nothing for a raw run."""
+        if posted.staging is None or isinstance(done, Check):
+            return
+        self.release(posted.staging)
+        raw_bytes = posted.flight.run_bytes
+        pull = posted.flight.pull
+        self.frames += 1
+        if done.fault is not None:
+            self.faults += 1
+            self._switch(pull.reading.link.peer.key).fault()
+            return
+        self.bytes_saved += raw_bytes - done.frame_bytes
+        self.decode_ns += done.decode_ns
+        if done.encode_ns:
+            seen = CodecSpeed(raw_bytes / done.frame_bytes, done.encode_ns / raw_bytes, done.decode_ns / raw_bytes)
+            self._book.learn(pull.codec, seen)
+
+    def _switch(self, peer: WorkerKey) -> LinkSwitch:
+        switch = self._switches.get(peer)
+        if switch is None:
+            switch = self._switches[peer] = LinkSwitch()
+            while len(self._switches) > MAX_SWITCHES:
+                self._switches.popitem(last=False)
+        return switch
+
+
+class FrameWriter:
+    """The holder's side.
+
+    Args:
+        mode: OFF answers every pull raw.
+        helpers: threads that pack.
+    """
+
+    def __init__(self, mode: Compression, helpers: Helpers) -> None:
+        self._mode = mode
+        self._helpers = helpers
+        self._pool = StagingPool(STAGING_BYTES)
+        self._plans: dict[Codec, PlanePlan] = {}
+        self._packed_bytes: dict[Codec, int] = {}
+        self.encode_ns = 0
+
+    @property
+    def staging_bytes(self) -> int:
+        """Staging in use."""
+        return self._pool.used_bytes
+
+    def accept(self, wanted: tuple[int, ...]) -> Codec:
+        """How to answer a reader that wants these codecs; RAW when it wants none that is known here."""
+        return Codec.RAW if self._mode is Compression.OFF else decodable(wanted) or Codec.RAW
+
+    def fits(self, run_bytes: int) -> bool:
+        """Whether there is staging for a run."""
+        return self._pool.fits(frame_bound(run_bytes))
+
+    def pack(self, run: memoryview, codec: Codec, then: Callable[[Staging, int, int], None]) -> None:
+        """Pack a run on a helper's thread; see `fits`. The run must stay as it is until then.
+
+        Args:
+            run: pinned blocks.
+            codec: what the reader was told.
+            then: gets the staging, the frame's length in it and the time, on the progress thread; it owns the staging.
+        """
+        staging = self._pool.take(frame_bound(len(run)))
+        self._packed_bytes[codec] = self._packed_bytes.get(codec, 0) + len(run)
+        if self._packed_bytes[codec] > REPLAN_BYTES:
+            self._packed_bytes[codec] = 0
+            self._plans.pop(codec, None)
+        self._helpers.submit(
+            functools.partial(_pack, run, codec, self._plans.get(codec), staging.view),
+            lambda packed, now_ns: self._packed(codec, staging, packed, then, now_ns),
+        )
+
+    def _packed(
+        self, codec: Codec, staging: Staging, packed: _Packed, then: Callable[[Staging, int, int], None], now_ns: int
+    ) -> None:
+        self._plans[codec] = packed.plan
+        self.encode_ns += packed.encode_ns
+        then(staging, packed.frame_bytes, now_ns)
+
+    def release(self, staging: Staging | None) -> None:
+        """It was sent, or never will be; nothing to do for one that was written off."""
+        if staging is not None and not staging.over:
+            self._pool.give_back(staging)
+
+    def write_off(self, staging: Staging | None) -> None:
+        """Its link was given up while the send was open."""
+        if staging is not None and not staging.over:
+            self._pool.write_off(staging)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    frame_bytes: int
+    encode_ns: int
+    plan: PlanePlan
+
+
+def _pack(run: memoryview, codec: Codec, plan: PlanePlan | None, into: memoryview) -> _Packed:
+    """On a helper's thread."""
+    begun_ns = time.perf_counter_ns()
+    if plan is None:
+        plan = PLAIN if codec is Codec.RAW else plan_planes(run, codec)
+        begun_ns = time.perf_counter_ns()
+    frame_bytes = encode_frame(run, plan, into)
+    encode_ns = time.perf_counter_ns() - begun_ns
+    stamp_encode_time(into, encode_ns)
+    return _Packed(frame_bytes, encode_ns, plan)
