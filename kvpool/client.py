@@ -15,13 +15,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import operator
 import os
 import queue
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -29,12 +28,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from kvpool.attempts import FIRST_BACKOFF_S, MAX_BACKOFF_S, Attempts, is_final
 from kvpool.config import ClusterConfig
 from kvpool.errors import DeadlineError, DuplicateError, RequestError, UnavailableError
+from kvpool.prompts import Prompt, encode_beside, tuple_of
 from kvpool.request import GenerateRequest, GenerateResult, SamplingParams, TokenChunk, TokenLogprobs
 from kvpool.text import TextStream
 from kvpool.tokenizer import Tokenizer
 from kvpool.types import RequestId
 
 if TYPE_CHECKING:
+    from kvpool.cluster.administration import Administrator, AsyncAdministrator
     from kvpool.cluster.connection import ClusterConnection, ClusterInfo
     from kvpool.cluster.launcher import Cluster
 
@@ -42,10 +43,6 @@ DEFAULT_TIMEOUT_S = 120.0
 MAX_TIMEOUT_S = 30 * 86_400.0
 CLOSE_TIMEOUT_S = 60.0
 END_TASKS_TIMEOUT_S = 5.0
-LONG_PROMPT_CHARS = 16 * 1024  # longer texts are tokenized on a thread: a megabyte takes half a second
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or chat messages (``{"role": …, "content": …}``)."""
 
 _T = TypeVar("_T")
 
@@ -170,14 +167,14 @@ class AsyncKVPoolClient:
             temperature=temperature,
             top_p=top_p,
             seed=seed,
-            stop=(stop,) if isinstance(stop, str) else _tuple_of(stop, "stop"),
-            stop_token_ids=_tuple_of(stop_token_ids, "stop_token_ids"),
+            stop=(stop,) if isinstance(stop, str) else tuple_of(stop, "stop"),
+            stop_token_ids=tuple_of(stop_token_ids, "stop_token_ids"),
             ignore_eos=ignore_eos,
             logprobs=logprobs,
         )
         deadline_s = time.monotonic() + _checked_timeout_s(timeout_s)
         tokenizer, info = await self._first_contact(deadline_s)
-        tokens = await _encode_beside(tokenizer, prompt)
+        tokens = await encode_beside(tokenizer, prompt)
         _require_fits(tokens, sampling, info.max_context_tokens)
         request = GenerateRequest(
             request_id=RequestId(f"req-{uuid.uuid4().hex[:12]}" if request_id is None else request_id),
@@ -240,6 +237,16 @@ class AsyncKVPoolClient:
         status: dict[str, Any] = await cluster_status(self._connection)
         return status
 
+    @property
+    def admin(self) -> AsyncAdministrator:
+        """Draining, evicting and pinning."""
+        from kvpool.cluster.administration import AsyncAdministrator
+
+        async def tokens_of(prompt: Prompt) -> tuple[int, ...]:
+            return await encode_beside(await self.tokenizer(), prompt)
+
+        return AsyncAdministrator(self._connection, tokens_of)
+
     async def close(self) -> None:
         """End the embedded cluster, or this client's part in the connection to the running one. May be repeated."""
         from kvpool.cluster.connection import disconnect_ray
@@ -259,13 +266,6 @@ class AsyncKVPoolClient:
         await self.close()
 
 
-async def _encode_beside(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
-    """`_encode`, without holding up the loop's other requests when the prompt may be long."""
-    if isinstance(prompt, str) and len(prompt) <= LONG_PROMPT_CHARS:
-        return _encode(tokenizer, prompt)
-    return await asyncio.to_thread(_encode, tokenizer, prompt)
-
-
 def _require_fits(tokens: tuple[int, ...], sampling: SamplingParams, max_context_tokens: int) -> None:
     """Refuse here what no worker can take, before a prompt of any size travels to the router."""
     if len(tokens) + sampling.max_tokens > max_context_tokens:
@@ -274,27 +274,6 @@ def _require_fits(tokens: tuple[int, ...], sampling: SamplingParams, max_context
             f"{max_context_tokens} in all; shorten the prompt or lower max_tokens",
             field="prompt" if len(tokens) >= max_context_tokens else "max_tokens",
         )
-
-
-def _encode(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
-    if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
-    items: tuple[Any, ...] = _tuple_of(prompt, "prompt")
-    if items and all(isinstance(item, Mapping) for item in items):
-        return tokenizer.encode_chat(items)
-    try:
-        if not any(isinstance(item, bool) for item in items):
-            return tuple(operator.index(item) for item in items)  # numpy's integers too
-    except TypeError:
-        pass  # answered below
-    raise RequestError("the prompt must be text, a list of token ids, or a list of chat messages", field="prompt")
-
-
-def _tuple_of(values: Iterable[_T], field: str) -> tuple[_T, ...]:
-    try:
-        return tuple(values)
-    except TypeError as error:
-        raise RequestError(f"{field} must be a sequence, got {values!r}", field=field) from error
 
 
 def _checked_timeout_s(timeout_s: float) -> float:
@@ -420,6 +399,13 @@ class KVPoolClient:
     def status(self) -> dict[str, Any]:
         """Members, blocks, links, decisions and failures of the cluster."""
         return self._run(self._async.status())
+
+    @property
+    def admin(self) -> Administrator:
+        """Draining, evicting and pinning."""
+        from kvpool.cluster.administration import Administrator
+
+        return Administrator(self._async.admin, self._run)
 
     def close(self) -> None:
         """End this client: its running requests, and the embedded cluster if there is one. May be repeated."""

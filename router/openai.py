@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 
-from kvpool.client import DEFAULT_TIMEOUT_S, Prompt, TextChunk
+from kvpool.client import DEFAULT_TIMEOUT_S, TextChunk
 from kvpool.errors import CapacityError, DeadlineError, KVPoolError, ModelError, RequestError
+from kvpool.prompts import Prompt
 from kvpool.request import MAX_TOP_LOGPROBS, FinishReason, GenerateResult, TokenLogprobs
 
 MAX_TIMEOUT_S = 3600.0

@@ -21,10 +21,12 @@ from kvpool.errors import InvariantViolation, KVPoolError, RequestError, Unavail
 from kvpool.hashing import set_digest
 from kvpool.plan import Route
 from kvpool.request import GenerateRequest, TokenChunk
+from kvpool.store.selection import Selection
 from kvpool.tokenizer import TokenizerFiles
 from kvpool.transport.shaping import LinkShape, ShapingTransport
 from kvpool.types import RequestId, WorkerEpoch, WorkerId, WorkerKey
-from workers.assemble import AssembledWorker, WorkerReady, WorkerSpec, assemble_worker
+from workers.assemble import AssembledWorker, Evicted, Leaving, WorkerReady, WorkerSpec, assemble_worker
+from workers.puller import PullOrder, PullResult
 
 MAX_CONCURRENT_CALLS = 1000
 BOOT_RETRY_S = 5.0
@@ -157,6 +159,23 @@ class WorkerActor:
     async def drain(self) -> None:
         """Take no new requests; running ones finish."""
         self._worker().core.drain()
+
+    async def leaving(self) -> Leaving:
+        """What only this worker holds of what others ask for, and how to read it.
+
+        Raises:
+            KVPoolError: the directory does not say what lives elsewhere.
+        """
+        worker = self._worker()
+        return await asyncio.to_thread(worker.leaving)
+
+    async def pull(self, order: PullOrder) -> PullResult:
+        """Load a chain that no request waits for; see `workers.puller.Puller.pull`."""
+        return await asyncio.to_thread(self._worker().core.pull, order)
+
+    async def evict(self, selection: Selection) -> Evicted:
+        """Evict what is selected and not needed now."""
+        return await asyncio.to_thread(self._worker().evict, selection)
 
     async def stop(self) -> None:
         """Leave the pool and release everything. May be repeated."""

@@ -15,7 +15,7 @@ from kvpool.hashing import HASH_SCHEME, Namespace
 from kvpool.metadata.client import MetadataClient
 from kvpool.metadata.publisher import MetadataPublisher
 from kvpool.reports import LoadSample
-from kvpool.store.selection import HotChain
+from kvpool.store.selection import HotChain, Selection
 from kvpool.tokenizer import Tokenizer, TokenizerFiles, read_tokenizer_files
 from kvpool.transfer.loader import Loader
 from kvpool.transport import create_transport
@@ -60,6 +60,27 @@ class WorkerReady:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaving:
+    """Chains that others ask for and that live only on one worker, the most valuable first, and how to read them."""
+
+    key: WorkerKey
+    transport: str
+    data_address: bytes
+    chains: tuple[HotChain, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What an eviction by hand did on one worker; see `kvpool.store.answers.Purge`."""
+
+    evicted: int = 0
+    evicted_bytes: int = 0
+    in_use: int = 0
+    kept: int = 0
+    needed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class AssembledWorker:
     """A worker that serves. `close` may be repeated."""
 
@@ -87,13 +108,20 @@ class AssembledWorker:
         self.housekeeper.close()  # after the core, which gives its pull up
         self.directory.close()
 
-    def hot_chains(self) -> list[HotChain]:
-        """Chains that others ask for and that live only here, the most valuable first; see `Segment.hot_chains`.
+    def leaving(self) -> Leaving:
+        """What should be moved before this worker leaves.
 
         Raises:
             KVPoolError: the directory does not say what lives elsewhere.
         """
-        return self.core.segment.hot_chains(self._others_of)
+        chains = self.core.segment.hot_chains(self._others_of)
+        return Leaving(self.core.key, self.transport.name, self.transport.address, tuple(chains))
+
+    def evict(self, selection: Selection) -> Evicted:
+        """Evict what is selected and not needed now."""
+        purge = self.core.evict(selection)
+        evicted = len(purge.victims)
+        return Evicted(evicted, evicted * self.core.segment.config.block_bytes, purge.in_use, purge.kept, purge.needed)
 
     def _others_of(self, hashes: Sequence[BlockHash]) -> list[int]:
         key, book = self.core.key, 0

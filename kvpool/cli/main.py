@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvpool.cli import bench, cluster, demo, inject, request, simulate
+from kvpool.cli import administer, bench, cluster, demo, inject, request, simulate
 from kvpool.cli.output import JsonOption, console, guarded, print_json, progress
 from kvpool.config import DEFAULT_MODEL
 
@@ -24,6 +24,11 @@ app = typer.Typer(
 app.command()(cluster.up)
 app.command()(cluster.down)
 app.command()(cluster.status)
+app.command()(administer.drain)
+app.command()(administer.evict)
+app.command()(administer.pin)
+app.command()(administer.unpin)
+app.command()(administer.pins)
 app.command()(request.generate)
 app.command()(request.explain)
 app.command()(request.records)

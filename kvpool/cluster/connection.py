@@ -200,6 +200,15 @@ class ClusterConnection:
                 raise
             raise mapped from error
 
+    def end(self, actor: str) -> None:
+        """End a named actor for good; fine when there is none."""
+        try:
+            ray.kill(self._actor(actor), no_restart=True)
+        except (UnavailableError, ray.exceptions.RayError):
+            return
+        finally:
+            self._actors.pop(actor, None)
+
     def _actor(self, name: str) -> ActorHandle:
         if not ray.is_initialized():
             raise UnavailableError("the connection to the Ray cluster is closed", gone=True)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 from kvpool.cluster.connection import ROUTER_NAME, ClusterConnection
-from kvpool.errors import KVPoolError
+from kvpool.errors import DeadlineError, KVPoolError, UnavailableError
 from kvpool.metadata.client import MetadataClient
 
 PART_TIMEOUT_S = 3.0
@@ -27,7 +27,7 @@ async def cluster_status(connection: ClusterConnection) -> dict[str, Any]:
     joined = {item["worker"].partition("@")[0] for item in router.get("workers", [])}
     workers = (*info.workers, *sorted(joined - set(info.workers)))  # those that were added later are members too
     others = await asyncio.gather(
-        *(_part(connection.call(worker, "status", timeout_s=PART_TIMEOUT_S)) for worker in workers),
+        *(_part(_worker_status(connection, worker)) for worker in workers),
         *(_part(asyncio.to_thread(_describe, address)) for address in info.metadata),
     )
     return {
@@ -36,6 +36,16 @@ async def cluster_status(connection: ClusterConnection) -> dict[str, Any]:
         "workers": dict(zip(workers, others, strict=False)),
         "metadata": dict(zip(info.metadata, others[len(workers) :], strict=True)),
     }
+
+
+async def _worker_status(connection: ClusterConnection, worker: str) -> Any:
+    """A handle from before a worker was drained only says that it cannot be reached; a fresh one says that it left."""
+    try:
+        return await connection.call(worker, "status", timeout_s=PART_TIMEOUT_S)
+    except UnavailableError as error:
+        if isinstance(error, DeadlineError):
+            raise
+        return await connection.call(worker, "status", timeout_s=PART_TIMEOUT_S)
 
 
 def _describe(address: str) -> dict[str, Any]:
@@ -54,4 +64,6 @@ async def _part(call: Awaitable[Any]) -> Any:
 
 
 def _dead(error: KVPoolError) -> dict[str, Any]:
+    if error.details.get("gone"):
+        return {"state": "left", "detail": "no such actor runs; it was drained, or ended by hand"}
     return {"error": str(error), "code": error.code}
