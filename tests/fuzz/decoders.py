@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import grpc
 from hypothesis import strategies as st
 
-from kvpool.cli import records, simulate
+from kvpool.cli import administer, records, simulate
 from kvpool.cluster import state
 from kvpool.config import load_config, parse_config
 from kvpool.errors import StaleError
@@ -298,6 +298,7 @@ TABLE: tuple[Decoder, ...] = (
     _direct("router.replay.parse_record", lambda record: parse_decision(1, record), spoilt(DECISION)),
     _direct("router.parameters.params_from_dict", params_from_dict, spoilt(params_to_dict(Params()))),
     _file("kvpool.cli.simulate.load_params", simulate.load_params, json_files(params_to_dict(Params())), ".json"),
+    _direct("kvpool.cli.administer.parse_age_s", administer.parse_age_s, st.text("0123456789.smhd e+-", max_size=12)),
     _direct("kvpool.cli.simulate.parse_faults", simulate.parse_faults,
             mutants(b"load_death=0.1,stale=1").map(lambda raw: raw.decode(errors="replace"))),
     _file("kvpool.cli.records.read_records", records.read_records, json_lines(DECISION), ".jsonl"),
