@@ -19,6 +19,7 @@ import ray
 
 from kvpool.errors import InvariantViolation, KVPoolError, RequestError, UnavailableError
 from kvpool.hashing import set_digest
+from kvpool.metadata.disturbance import Disturbance
 from kvpool.plan import Route
 from kvpool.request import GenerateRequest, TokenChunk
 from kvpool.store.selection import Selection
@@ -147,14 +148,26 @@ class WorkerActor:
         Raises:
             RequestError: this worker's transport was not chosen with the prefix ``shaped:``.
         """
+        self._shaping().shape(peer, shape)
+
+    async def disturb_events(self, disturbance: Disturbance) -> None:
+        """Lose, repeat or hold back what this worker publishes from now on; for fault injection.
+
+        Raises:
+            RequestError: as `shape_link`: the prefix says that this worker may be broken.
+        """
+        self._shaping()
+        self._worker().publisher.disturb(disturbance)
+
+    def _shaping(self) -> ShapingTransport:
         transport = self._worker().transport
         if not isinstance(transport, ShapingTransport):
             raise RequestError(
                 f"worker {self._key} runs the plain transport {transport.name!r}; start it with "
-                f"transport = 'shaped:{transport.name}' to shape its links",
+                f"transport = 'shaped:{transport.name}' to break what it sends",
                 field="transport",
             )
-        transport.shape(peer, shape)
+        return transport
 
     async def drain(self) -> None:
         """Take no new requests; running ones finish."""

@@ -28,6 +28,7 @@ from kvpool.errors import KVPoolError, RequestError, UnavailableError
 from kvpool.faults.history import CORRUPTING, DRAINED, KILLED, STOPPED, HistoryWriter, Kind
 from kvpool.faults.probe import RecordingConnection
 from kvpool.metadata.client import MetadataClient
+from kvpool.metadata.disturbance import CALM, Disturbance
 from kvpool.metadata.watcher import MetadataWatcher
 from kvpool.transport.shaping import CLEAR, LinkShape
 from kvpool.types import MemberState, WorkerId, WorkerKey
@@ -272,6 +273,25 @@ class Nemesis:
         rates = [item["beta_gbytes_per_s"] * 1e9 for item in status["links"] if item["holder"] == holder]
         rate = min(rates, default=NOMINAL_LINK_BYTES_PER_S)
         return rate if math.isfinite(rate) and rate > 0 else NOMINAL_LINK_BYTES_PER_S
+
+    # ── strikes on the index ─────────────────────────────────────────────────────────────────────────────────────────
+
+    async def disturb_events(self, name: str, worker: WorkerId, disturbance: Disturbance, seconds: float) -> None:
+        """A worker's block events are lost, repeated or late for a while; healed when they flow again."""
+        async with self._locks[f"events-{worker}"]:
+            await self._wait(partial(self._disturb, worker, CALM), f"the events of {worker} can be disturbed")
+            fault = self._fault(name, worker, f"the worker's publisher: {disturbance}", key=self.key_of(worker))
+            try:
+                with contextlib.suppress(UnavailableError):  # another strike was first; its successor is calm
+                    await self._disturb(worker, disturbance)
+                await asyncio.sleep(seconds)
+            finally:
+                await self._wait(partial(self._disturb, worker, CALM), f"the events of {worker} flow again")
+            self._heal(fault, "every event is sent once, at once")
+
+    async def _disturb(self, worker: WorkerId, disturbance: Disturbance) -> bool:
+        await self.arena.connection.call(worker, "disturb_events", disturbance, timeout_s=CALL_TIMEOUT_S)
+        return True
 
     # ── strikes by load and growth ───────────────────────────────────────────────────────────────────────────────────
 

@@ -5,6 +5,7 @@ A new one is a coroutine over `Nemesis` and an entry in `SCENARIOS`.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from enum import Enum
 from kvpool.cluster.connection import ROUTER_NAME
 from kvpool.errors import RequestError
 from kvpool.faults.nemesis import Nemesis
+from kvpool.metadata.disturbance import Disturbance
 from kvpool.transport.shaping import LinkShape
 
 LINK_FAULT_S = 6.0
@@ -26,6 +28,7 @@ class Mechanism(Enum):
 
     SIGNAL = "a real signal to a real process"
     SHAPING = "the shaping transport around UCX inside the workers: no packet is touched, reads are held back or spoilt"
+    PUBLISHER = "a switch in the worker's publisher: batches of events are left out, sent twice or held back"
     LOAD = "ordinary requests"
     API = "the cluster's own interface"
 
@@ -144,8 +147,22 @@ def _shaped(shape: LinkShape) -> Callable[[Nemesis, str], Awaitable[None]]:
     return strike
 
 
+def _disturbed(disturbance: Disturbance) -> Callable[[Nemesis, str], Awaitable[None]]:
+    """A holder's events go wrong while a flood makes it evict what the index promises."""
+
+    async def strike(nemesis: Nemesis, name: str) -> None:
+        holder, _ = await nemesis.pair()
+        await asyncio.gather(
+            nemesis.disturb_events(name, holder, disturbance, LINK_FAULT_S),
+            nemesis.flood(name, FLOOD_REQUESTS // 2, FLOOD_TOKENS),
+        )
+
+    return strike
+
+
 _SIGNAL, _SHAPING = Mechanism.SIGNAL, Mechanism.SHAPING
 _TWO_REPLICAS, _SHAPED = Needs(metadata_replicas=2), Needs(shaped=True)
+_STALE = Needs(num_blocks=TINY_SEGMENT_BLOCKS, shaped=True)
 
 _ALL = (
     Scenario(
@@ -226,6 +243,30 @@ _ALL = (
         Mechanism.LOAD,
         _evict_storm,
         Needs(num_blocks=TINY_SEGMENT_BLOCKS),
+    ),
+    Scenario(
+        "index-lost-events",
+        "half of a holder's block events are lost while a flood evicts its blocks",
+        "a gap is seen, a snapshot makes it good, and no load believes what is not there",
+        Mechanism.PUBLISHER,
+        _disturbed(Disturbance(loss=0.5)),
+        _STALE,
+    ),
+    Scenario(
+        "index-late-events",
+        "a holder's block events come three seconds late while a flood evicts its blocks",
+        "a load of what is gone is told so by the holder and redone",
+        Mechanism.PUBLISHER,
+        _disturbed(Disturbance(delay_s=3.0)),
+        _STALE,
+    ),
+    Scenario(
+        "index-repeated-events",
+        "every one of a holder's block events comes twice while a flood evicts its blocks",
+        "what is repeated changes nothing",
+        Mechanism.PUBLISHER,
+        _disturbed(Disturbance(repetition=1.0)),
+        _STALE,
     ),
     Scenario(
         "node-join-storm",

@@ -11,6 +11,7 @@ goes on from there, or from a snapshot.
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections import deque
@@ -22,6 +23,7 @@ import grpc
 from kvpool.errors import KVPoolError, StaleError, UnavailableError
 from kvpool.metadata import wire
 from kvpool.metadata.client import Endpoint
+from kvpool.metadata.disturbance import CALM
 from kvpool.metadata.events import BatchAck, BlockEvent, Heartbeat, Welcome
 from kvpool.metadata.outbox import Outbox
 from kvpool.metadata.rpc import error_from_rpc
@@ -61,6 +63,7 @@ class Link:
         draining: threading.Event,
     ) -> None:
         self.address = address
+        self.disturbance = CALM
         self._member = member
         self._take_snapshot = snapshot
         self._fence = fence
@@ -339,7 +342,10 @@ class Link:
                         continue
                     self._sent_ns.append((batch.sequence, time.monotonic_ns()))
             if batch is not None:
-                yield wire.batch_to_wire(batch)
+                if self.disturbance.delay_s:
+                    self._stopping.wait(self.disturbance.delay_s)
+                for copy in self.disturbance.copies(batch, random.random):
+                    yield wire.batch_to_wire(copy)
             elif ticket is not None:
                 blocks = self._take_snapshot()  # without the lock: the owner may be calling `add` under its own
                 with self._lock:

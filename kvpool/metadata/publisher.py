@@ -17,6 +17,7 @@ from typing import Any
 
 from kvpool.errors import KVPoolError
 from kvpool.metadata.client import check_endpoints
+from kvpool.metadata.disturbance import Disturbance
 from kvpool.metadata.events import BlockAction, BlockEvent
 from kvpool.metadata.link import CALL_TIMEOUT_S, Link
 from kvpool.reports import WorkerReport
@@ -100,6 +101,11 @@ class MetadataPublisher:
         """A load from ``key`` failed with this `KVPoolError.code`. Never waits."""
         for link in self._links:
             link.queue_suspicion(key, reason)
+
+    def disturb(self, disturbance: Disturbance) -> None:
+        """Lose, repeat or hold back block events from now on; for fault injection. `CALM` ends it."""
+        for link in self._links:
+            link.disturbance = disturbance
 
     def resync(self) -> None:
         """Send every replica a snapshot, as after a gap. Never waits."""

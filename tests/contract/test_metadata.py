@@ -100,7 +100,7 @@ def test_reports_reach_watchers_whole_and_the_newest_is_kept(server: ThreadedSer
     report = WorkerReport(
         info.key,
         7,
-        WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, (RequestId("r1"),)),
+        WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, served_request_ids=(RequestId("r1"),)),
         prefills=(PrefillSample(100, 20, 5),),
         loads=(
             LoadSample(WorkerKey(WorkerId("w9"), WorkerEpoch(3)), 4096, 2, 77, "stall"),
