@@ -7,14 +7,17 @@ the search ends after the first pair. Arrays are columns in the order of the wor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from kvpool.types import Tier
 from router.cost import prefill_ns
 from router.estimators import LinkCurve
-from router.signals import Bools, Columns, Floats, Footprint
+from router.planning import Harm
+from router.signals import Bools, Columns, Floats, Footprint, Holding, LinkRow, RequestView, Snapshot
 
 
 class Fleetwide(NamedTuple):
@@ -23,6 +26,7 @@ class Fleetwide(NamedTuple):
     Attributes:
         owners: blocks each worker has, by position, without zeros.
         wait: W of each worker; inf where the request may not go.
+        crowd, keep: what each ns of prefill, and what leaves the cache, costs others; None when that is nothing.
         backlog_in: how long each worker's way in is promised, negative once that has passed.
         total_tokens: length of the prompt.
     """
@@ -30,6 +34,8 @@ class Fleetwide(NamedTuple):
     columns: Columns
     owners: Mapping[int, int]
     wait: Floats
+    crowd: Floats | None
+    keep: Floats | None
     backlog_in: Floats
     total_tokens: int
     footprint: Footprint
@@ -40,6 +46,142 @@ class Fleetwide(NamedTuple):
         for position, blocks in self.owners.items():
             own[position] = blocks
         return own
+
+
+class Ahead(NamedTuple):
+    """What any worker can hope for from a holder of ``blocks`` in ``tier``: the fastest prefill curve, the best link,
+    and the longest prefix that is shorter as its own. Times of the GPU include the harm that is always there.
+
+    Attributes:
+        latency_ns: until a load's first byte.
+        block_ns: of each block from there on; ``span`` of them are missing.
+        rest_ns: what the GPU computes behind the holder's prefix; ``redo_ns`` behind the first missing block.
+        t0_ns, token_ns, pair_ns: of the missing part.
+    """
+
+    blocks: int
+    tier: Tier
+    latency_ns: float
+    block_ns: float
+    span: int
+    block_tokens: int
+    rest_ns: float
+    redo_ns: float
+    t0_ns: float
+    token_ns: float
+    pair_ns: float
+
+
+def look_ahead(request: RequestView, snapshot: Snapshot, harm: Harm, holding: Holding, own: int) -> Ahead:
+    """For holders of as many blocks in this tier; ``own`` is the longest prefix that is shorter."""
+    footprint, total, curve = snapshot.footprint, request.prompt_tokens, snapshot.fastest
+    link = snapshot.links.best(holding.tier)
+    t0_ns, token_ns, half, block_tokens = curve.t0_ns, curve.token_ns, 0.5 * curve.pair_ns, footprint.block_tokens
+    cached, first = holding.blocks * block_tokens, (own + 1) * block_tokens
+    rest = t0_ns + (total - cached) * (token_ns + half * (total + cached))
+    redo = t0_ns + (total - first) * (token_ns + half * (total + first))
+    always = (rest if rest < harm.cap_ns else harm.cap_ns) * harm.base
+    return Ahead(
+        holding.blocks,
+        holding.tier,
+        link.alpha_ns + footprint.fixed_bytes * link.byte_ns,
+        footprint.block_bytes * link.byte_ns,
+        holding.blocks - own,
+        block_tokens,
+        rest + always,
+        redo + always,
+        t0_ns,
+        token_ns + curve.pair_ns * own * block_tokens,
+        curve.pair_ns,
+    )
+
+
+def best_case(ahead: Ahead, wait: float, backlog: float, *, split: bool) -> float:
+    """No load from such a holder scores less on any worker, its way out being promised for ``backlog``.
+
+    A load is whole or, since the price of a partial one lies above the chord between its ends, the redo that starts
+    when the load does, less one block.
+    """
+    start = backlog + ahead.latency_ns
+    arrival = start + ahead.span * ahead.block_ns
+    rest = ahead.rest_ns
+    bound = min((arrival if arrival > wait else wait) + rest, (start if start > wait else wait) + ahead.redo_ns)
+    if not split:
+        return bound
+    token_ns = ahead.block_ns / ahead.block_tokens
+    front = _split_front(ahead.t0_ns, ahead.token_ns, ahead.pair_ns, token_ns, arrival - wait)
+    return min(bound, max(wait, min(wait + front, arrival)) + rest)
+
+
+class Reach(NamedTuple):
+    """Few workers as plain lists, for `pairs_in_reach`; see `Fleetwide` and `router.signals.Columns` for the meanings.
+
+    Attributes:
+        ticket: turns the order of equal workers.
+    """
+
+    owners: Mapping[int, int]
+    wait: Sequence[float]
+    crowd_at: Callable[[int], float]
+    keep: Sequence[float] | None
+    cap_ns: float
+    backlog_in: Sequence[float]
+    curves: Sequence[Sequence[float]]
+    requests: Sequence[float]
+    rank: Sequence[int]
+    ticket: int
+    total_tokens: int
+    footprint: Footprint
+
+
+def pairs_in_reach(
+    reach: Reach, ahead: Ahead, backlog_out: float, row: LinkRow, best: float, *, split: bool
+) -> list[tuple[float, float, int, int]]:
+    """(bound, requests, turn, position) of every worker that could score below ``best`` by loading from one holder,
+    best first. The bound is `load_bound`'s loose one over the pair's own link, one worker at a time."""
+    found: list[tuple[float, float, int, int]] = []
+    footprint, total, blocks, cap_ns = reach.footprint, reach.total_tokens, ahead.blocks, reach.cap_ns
+    cached, owners, crowd_at = blocks * footprint.block_tokens, reach.owners, reach.crowd_at
+    new, half, highest = total - cached, 0.5 * (total + cached), best - ahead.rest_ns
+    t0s, slopes, pairs = reach.curves
+    keep = reach.keep
+    for position, wait in enumerate(reach.wait):
+        if wait >= highest:
+            continue
+        t0_ns, pair = t0s[position], pairs[position]
+        score = rest = t0_ns + new * (slopes[position] + pair * half)
+        score += (rest if rest < cap_ns else cap_ns) * crowd_at(position)
+        if keep is not None:
+            score += keep[position]
+        own = owners.get(position, 0)
+        if wait + score >= best or own >= blocks:
+            continue
+        byte_ns, backlog_in = row.byte_ns[position], reach.backlog_in[position]
+        start = backlog_out if backlog_out > backlog_in else backlog_in
+        start += row.alpha_ns[position] + footprint.fixed_bytes * byte_ns
+        block_ns = footprint.block_bytes * byte_ns
+        arrival = start + (blocks - own) * block_ns
+        whole = wait if start < wait else arrival
+        bound = score + whole
+        if split and bound >= best:
+            token_ns = slopes[position] + pair * own * footprint.block_tokens
+            front = _split_front(t0_ns, token_ns, pair, block_ns / footprint.block_tokens, arrival - wait)
+            bound = score + max(wait, min(front + wait, whole))
+        if bound < best:
+            turn = (reach.rank[position] - reach.ticket) % len(reach.wait)
+            found.append((bound, reach.requests[position], turn, position))
+    found.sort()
+    return found
+
+
+def _split_front(t0_ns: float, token_ns: float, pair_ns: float, load_ns: float, gap_ns: float) -> float:
+    """C(k*): compute time of a split's front when the whole load would end ``gap_ns`` after the GPU is free."""
+    slack = gap_ns - t0_ns
+    if slack <= 0.0:
+        return gap_ns
+    linear = token_ns + load_ns
+    front = 2.0 * slack / max(linear + math.sqrt(linear * linear + 2.0 * pair_ns * slack), 1e-300)
+    return t0_ns + front * (token_ns + 0.5 * pair_ns * front)
 
 
 def rest_ns(fleet: Fleetwide, blocks: int) -> Floats:

@@ -98,6 +98,7 @@ class RouterCore:
         self._footprint = footprint
         self._sequences: dict[WorkerKey, int] = {}
         self._capacity: dict[WorkerKey, int] = {}
+        self._least_capacity = 0
         self._tiers: dict[WorkerKey, Tier] = {}
         self._worker_counters: dict[WorkerKey, dict[str, int]] = {}
         self._decided = 0
@@ -195,6 +196,7 @@ class RouterCore:
             control_address=info.control_address,
         )
         self._capacity[key] = next((blocks for blocks in info.capacity_blocks if blocks), 0)
+        self._least_capacity = min((blocks for blocks in self._capacity.values() if blocks), default=0)
         self._tiers[key] = next((tier for tier in Tier if info.capacity_blocks[tier]), Tier.HOST)
         self._learned.member(info)
         self._fleet.put(view, self._learned.prefills.curve(key.worker_id))
@@ -316,6 +318,8 @@ class RouterCore:
         what it lacks."""
         assert self._footprint is not None
         needed = (meta.prompt_tokens + meta.max_tokens) // self._footprint.block_tokens
+        if needed <= self._least_capacity:
+            return frozenset()
         small = frozenset(key for key, blocks in self._capacity.items() if 0 < blocks < needed)
         return small if len(small) < len(self._capacity) else frozenset()
 

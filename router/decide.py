@@ -6,9 +6,9 @@ to the worker with the fewest requests, then by a hash of the request id over th
 the order of candidates, and different for different requests, so that several routers do not agree on one of many
 equal workers.
 
-Redo is scored for all workers at once. Loads are priced pair by pair (worker, holder) in the order of a lower bound
-(`router.bounds`), until no bound is below the best score found: the optimum is not lost, and of workers × holders
-pairs a few are priced. Of holders that could still win, at most `MAX_HOLDERS` are tried.
+Redo is scored for all workers at once (`router.scores`). Loads are priced pair by pair (worker, holder) as far as a
+lower bound (`router.bounds`) is below the best score found: the optimum is not lost, and of workers × holders pairs a
+few are priced. Of holders that could still win, at most `MAX_HOLDERS` are tried when there are many workers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpool.errors import UnavailableError
 from kvpool.plan import Plan
 from kvpool.types import RequestId, Tier, WorkerKey
 from router import cost
-from router.bounds import Fleetwide, load_bound, rest_ns
-from router.cost import Costs, Pair, Price
-from router.planning import Harm, Params, Promise, build_plan, build_promise
+from router.bounds import Ahead, Fleetwide, Reach, best_case, load_bound, look_ahead, pairs_in_reach, rest_ns
+from router.cost import Pair, Price
+from router.planning import Params, Promise, build_plan, build_promise
+from router.scores import FEW_WORKERS, Column, Scores, crowds, harm_ns, score_redo
 from router.signals import Floats, Holding, RequestView, Snapshot, holdings
 
 LOOSE_PAIRS = 3
@@ -56,7 +56,8 @@ class Decision(NamedTuple):
         wait, redo: wait for each GPU, and prefill of what the worker lacks.
         loads: plans with loads that were priced; all others could not have been chosen.
         own_blocks: what the chosen worker itself has of the prompt.
-        holders: workers that hold a part of the prompt and may be read.
+        holders: workers that hold a part of the prompt.
+        load_floor_ns: no load that was not priced could have had a lower score; None when there was none.
     """
 
     request_id: RequestId
@@ -65,12 +66,13 @@ class Decision(NamedTuple):
     plan: Plan
     price_ns: int
     owners: Mapping[int, int]
-    wait: Floats
-    redo: Floats
+    wait: Column
+    redo: Column
     loads: tuple[LoadPrice, ...]
     promise: Promise
     own_blocks: int
     holders: int = 0
+    load_floor_ns: float | None = None
 
 
 class _Choice(NamedTuple):
@@ -83,6 +85,7 @@ class _Choice(NamedTuple):
     position: int
     price: Price
     source: Holding | None
+    byte_ns: float = 0.0
 
 
 class _Source(NamedTuple):
@@ -103,24 +106,21 @@ class _Case:
     params: Params
     held: list[Holding]
     owners: dict[int, int]
-    wait: Floats
-    redo: Floats
-    crowd: Floats | None
-    keep: Floats | None
     ticket: int
+    scores: Scores
 
 
-def decide(request: RequestView, snapshot: Snapshot, params: Params) -> Decision:
-    """Choose worker and plan for a request.
+def decide(request: RequestView, snapshot: Snapshot, params: Params, few: int = FEW_WORKERS) -> Decision:
+    """Choose worker and plan for a request; ``few`` as in `router.scores.score_redo`.
 
     Raises:
         UnavailableError: no worker can take it.
     """
-    case = _open_case(request, snapshot, params)
-    choice = _best_redo(case)
+    case = _open_case(request, snapshot, params, few)
+    choice, floor = _best_redo(case), None
     loads: list[LoadPrice] = []
     if params.loads and snapshot.features.load and case.held:
-        choice = _best_load(case, choice, loads)
+        choice, floor = _best_load(case, choice, loads)
     position = choice.position
     own = case.owners.get(position, 0)
     plan = build_plan(snapshot, params, case.held, choice.price, choice.source, position, own)
@@ -131,123 +131,30 @@ def decide(request: RequestView, snapshot: Snapshot, params: Params) -> Decision
         plan=plan,
         price_ns=round(choice.price.ttft_ns),
         owners=case.owners,
-        wait=case.wait,
-        redo=case.redo,
+        wait=case.scores.wait,
+        redo=case.scores.redo,
         loads=tuple(loads),
-        promise=build_promise(request, snapshot, plan, choice.price, position, own),
+        promise=build_promise(request, snapshot, plan, choice.price, position, own, choice.byte_ns),
         own_blocks=own,
         holders=len(case.held),
+        load_floor_ns=floor,
     )
 
 
-def open_waits(request: RequestView, snapshot: Snapshot, costs: Costs) -> Floats:
-    """W of every worker, inf for those that may not take the request."""
-    wait = cost.wait_ns(snapshot, costs)
-    for key in request.exclude:
-        position = snapshot.index.get(key)
-        if position is not None:
-            wait[position] = math.inf
-    return wait
-
-
-def nobody(request: RequestView, snapshot: Snapshot) -> UnavailableError:
-    """The error for a request no worker may take."""
-    return UnavailableError(
-        "no worker can take the request: none is alive, prefills and has not just failed it; "
-        "start workers or retry later",
-        workers=len(snapshot.workers),
-        excluded=len(request.exclude),
-    )
-
-
-def harm_ns(harm: Harm, gpu_ns: float, crowd: float) -> float:
-    """What ``gpu_ns`` of prefill on a worker cost the requests behind it; ``crowd`` as in `crowds`."""
-    return min(gpu_ns, harm.cap_ns) * crowd
-
-
-def crowds(snapshot: Snapshot, harm: Harm, wait: Floats) -> Floats:
-    """For every worker what each ns of prefill costs others: see `router.planning.Harm`."""
-    arrivals, size = snapshot.columns.arrivals, len(wait)
-    weight = harm.follow * snapshot.arrival_scale
-    if weight == 0.0:
-        crowd = np.full(size, harm.base)
-    else:
-        crowd = arrivals * wait
-        crowd *= weight
-        common = harm.base
-        if harm.share:
-            total = float(crowd.sum())
-            if total == math.inf:  # some worker is closed
-                reachable = crowd[crowd < math.inf]
-                total, size = float(reachable.sum()), max(1, len(reachable))
-            common += min(harm.share_limit, harm.share * total / size)
-        crowd += common
-    if harm.linger:
-        crowd += arrivals * (harm.linger * len(wait) / float(arrivals.sum()))
-    return crowd
-
-
-def keep_ns(request: RequestView, snapshot: Snapshot, harm: Harm, owners: Mapping[int, int]) -> Floats | None:
-    """For every worker what it costs others that blocks must leave for the request's; None when none must."""
-    empty = snapshot.columns.empty_blocks
-    if not harm.keep or snapshot.pressure is None or request.chain_blocks <= empty.item(empty.argmin()):
-        return None
-    leaving = request.chain_blocks - empty
-    for position, blocks in owners.items():
-        leaving[position] -= blocks
-    np.maximum(leaving, 0.0, out=leaving)
-    leaving *= snapshot.pressure
-    leaving *= harm.keep * snapshot.footprint.block_tokens * snapshot.fastest.token_ns
-    return leaving
-
-
-def _with_harm(case: _Case, times: Floats, gpu: Floats) -> Floats:
-    """Times plus the harm of ``gpu`` and of what must leave, for every worker. Overwrites ``times``."""
-    if case.crowd is not None:
-        harm = np.minimum(gpu, case.params.harm.cap_ns)
-        harm *= case.crowd
-        times += harm
-    if case.keep is not None:
-        times += case.keep
-    return times
-
-
-def _open_case(request: RequestView, snapshot: Snapshot, params: Params) -> _Case:
-    columns = snapshot.columns
+def _open_case(request: RequestView, snapshot: Snapshot, params: Params, few: int) -> _Case:
     held = holdings(request, snapshot)
     owners = {holding.position: holding.blocks for holding in held}
-    wait = open_waits(request, snapshot, params.costs)
-    return _Case(
-        request=request,
-        snapshot=snapshot,
-        params=params,
-        held=held,
-        owners=owners,
-        wait=wait,
-        redo=cost.redo_ns(columns, request.prompt_tokens, owners, snapshot.footprint.block_tokens),
-        crowd=None if params.harm.zero else crowds(snapshot, params.harm, wait),
-        keep=keep_ns(request, snapshot, params.harm, owners),
-        ticket=zlib.crc32(request.request_id.encode()),
-    )
+    ticket = zlib.crc32(request.request_id.encode())
+    scores = score_redo(request, snapshot, params, owners, ticket, few)
+    return _Case(request, snapshot, params, held, owners, ticket, scores)
 
 
 def _best_redo(case: _Case) -> _Choice:
-    columns = case.snapshot.columns
-    score = _with_harm(case, case.wait + case.redo, case.redo)
-    least = score.item(score.argmin())
-    if least == math.inf:
-        raise nobody(case.request, case.snapshot)
-    tied = (score == least).nonzero()[0]
-    for values in (case.redo, columns.requests):
-        if len(tied) > 1:
-            seen = values[tied]
-            tied = tied[seen == seen.min()]
-    if len(tied) > 1:
-        tied = tied[np.argmin((columns.rank[tied] - case.ticket) % len(columns))][None]
-    position = int(tied[0])
-    wait, redo = case.wait.item(position), case.redo.item(position)
+    scores, position = case.scores, case.scores.position
+    wait, redo = scores.wait_at(position), scores.redo_at(position)
     price = cost.price_redo(wait, redo, case.owners.get(position, 0))
-    return _Choice(least, redo, columns.requests.item(position), _turn(case, position), position, price, None)
+    requests = case.snapshot.columns.requests.item(position)
+    return _Choice(scores.least, redo, requests, _turn(case, position), position, price, None)
 
 
 def _turn(case: _Case, position: int) -> int:
@@ -256,11 +163,54 @@ def _turn(case: _Case, position: int) -> int:
     return (case.snapshot.columns.rank.item(position) - case.ticket) % size
 
 
-def _best_load(case: _Case, choice: _Choice, loads: list[LoadPrice]) -> _Choice:
-    """Price pairs in the order of their bounds until none can beat the choice; appends what was priced."""
-    sources = _sources(case, choice.score)
+def _best_load(case: _Case, choice: _Choice, loads: list[LoadPrice]) -> tuple[_Choice, float | None]:
+    """The best of a choice and all loads; appends what was priced.
+
+    Returns:
+        The best choice, and the least score that a load could have had that was not priced.
+    """
+    if isinstance(case.scores.wait, list) and not case.params.priced_pairs:
+        return _search_lists(case, choice, loads)
+    return _search_arrays(case, choice, loads)
+
+
+def _search_lists(case: _Case, choice: _Choice, loads: list[LoadPrice]) -> tuple[_Choice, float | None]:
+    """For few workers: the longest holders first, each at once with every worker."""
+    snapshot, split, floor = case.snapshot, case.snapshot.features.split, math.inf
+    wait, held = case.scores.least_wait_ns(), _longest_first(case)
+    readable, out_free_ns = snapshot.columns.holder.item, snapshot.columns.out_free_ns.item
+    ahead: Ahead | None = None
+    reach: Reach | None = None
+    for place, holding in enumerate(held):
+        if not readable(holding.position):
+            continue
+        if ahead is None or ahead.blocks != holding.blocks or ahead.tier is not holding.tier:
+            ahead = look_ahead(case.request, snapshot, case.params.harm, holding, _shorter(held, place))
+            if wait + ahead.rest_ns >= choice.score:
+                floor = min(floor, wait + ahead.rest_ns)
+                break
+        backlog = max(0.0, out_free_ns(holding.position) - snapshot.now_ns)
+        bound = best_case(ahead, wait, backlog, split=split)
+        if bound >= choice.score:
+            floor = min(floor, bound)
+            continue
+        row = snapshot.links.row(snapshot.workers[holding.position].key.worker_id, holding.tier, snapshot.now_ns)
+        reach = reach or _reach(case)
+        for bound, _, _, position in pairs_in_reach(reach, ahead, backlog, row, choice.score, split=split):
+            if bound >= choice.score:
+                break
+            link = (row.alpha_ns[position], row.byte_ns[position])
+            choice = _price_pair(case, position, holding, backlog, link, choice, loads)
+    return choice, floor if floor < math.inf else None
+
+
+def _search_arrays(case: _Case, choice: _Choice, loads: list[LoadPrice]) -> tuple[_Choice, float | None]:
+    """For many workers: pairs in the order of their bounds, until none can beat the choice."""
+    sources, least = _sources(case, choice.score)
+    if not sources:
+        return choice, least
     floors: dict[tuple[int, Tier], float] = {}
-    fleet: Fleetwide | None = None
+    fleet = _fleetwide(case)
     tried = 0
     for source in sources:
         enough = len(loads) >= case.params.priced_pairs
@@ -271,20 +221,9 @@ def _best_load(case: _Case, choice: _Choice, loads: list[LoadPrice]) -> _Choice:
         if enough and floors.get(group, 0.0) >= choice.score:
             continue
         tried += 1
-        fleet = fleet or _fleetwide(case)
         choice, floor = _best_from(case, fleet, source, choice, loads)
         floors.setdefault(group, floor)
-    if sources and not loads:
-        _show_load(case, choice.position, sources[0], loads)
-    return choice
-
-
-def _show_load(case: _Case, position: int, source: _Source, loads: list[LoadPrice]) -> None:
-    """For the record: what loading to the chosen worker would have cost."""
-    pair = _make_pair(case, position, source.holding, source.backlog_ns)
-    price = cost.price_load(pair, case.snapshot.footprint, case.params.costs)
-    if price is not None:
-        loads.append(LoadPrice(position, source.holding, price))
+    return choice, least
 
 
 def _best_from(
@@ -292,34 +231,65 @@ def _best_from(
 ) -> tuple[_Choice, float]:
     """The best of a choice and all plans over one holder, and the least bound of any of these."""
     snapshot, params = case.snapshot, case.params
-    holding = source.holding
+    holding, now_ns = source.holding, snapshot.now_ns
+    key = snapshot.workers[holding.position].key
     link = snapshot.links.best(holding.tier)
     rest = rest_ns(fleet, holding.blocks)
     split = snapshot.features.split
     loose = load_bound(fleet, rest, holding.blocks, source.backlog_ns, link, split=split, tight=False)
-    bounds = _with_harm(case, loose, rest)
+    bounds = _with_harm(case, fleet, loose, rest)
     if np.count_nonzero(bounds < choice.score) > LOOSE_PAIRS:
         tight = load_bound(fleet, rest, holding.blocks, source.backlog_ns, link, split=split, tight=True)
-        bounds = _with_harm(case, tight, rest)
+        bounds = _with_harm(case, fleet, tight, rest)
     floor = bound = bounds.item(bounds.argmin())
     while bound < math.inf and (bound < choice.score or len(loads) < params.priced_pairs):
         position = _first(case, bounds, bound)
         bounds[position] = math.inf
-        pair = _make_pair(case, position, holding, source.backlog_ns)
-        for price in _plans(pair, snapshot, params):
-            loads.append(LoadPrice(position, holding, price))
-            offer = _offer(case, position, holding, price)
-            if offer[:4] < choice[:4]:
-                choice = offer
+        link = snapshot.links.curve(key.worker_id, snapshot.workers[position].key.worker_id, holding.tier, now_ns)
+        times = (link.alpha_ns, link.byte_ns)
+        choice = _price_pair(case, position, holding, source.backlog_ns, times, choice, loads)
         bound = bounds.item(bounds.argmin())
     return choice, floor
 
 
-def _plans(pair: Pair, snapshot: Snapshot, params: Params) -> list[Price]:
-    found = [cost.price_load(pair, snapshot.footprint, params.costs)]
-    if snapshot.features.split:
-        found.append(cost.price_split(pair, snapshot.footprint))
-    return [price for price in found if price is not None]
+def _price_pair(
+    case: _Case,
+    position: int,
+    source: Holding,
+    backlog_out: float,
+    link: tuple[float, float],
+    choice: _Choice,
+    loads: list[LoadPrice],
+) -> _Choice:
+    """The better of a choice and what one worker can do with one holder over ``link`` (α, time per byte); appends what
+    was priced."""
+    snapshot = case.snapshot
+    pair = _make_pair(case, position, source, backlog_out, link)
+    keep = 0.0 if case.scores.keep is None else float(case.scores.keep[position])
+    load = cost.price_load(pair, snapshot.footprint, case.params.costs)
+    split = cost.price_split(pair, snapshot.footprint) if snapshot.features.split else None
+    for price in (load, split):
+        if price is None:
+            continue
+        loads.append(LoadPrice(position, source, price))
+        score = price.ttft_ns + harm_ns(case.params.harm, price.gpu_ns, case.scores.crowd_at(position)) + keep
+        if score <= choice.score:
+            requests = snapshot.columns.requests.item(position)
+            turn = _turn(case, position)
+            if (score, price.gpu_ns, requests, turn) < choice[:4]:
+                choice = _Choice(score, price.gpu_ns, requests, turn, position, price, source, link[1])
+    return choice
+
+
+def _with_harm(case: _Case, fleet: Fleetwide, times: Floats, gpu: Floats) -> Floats:
+    """Times plus the harm of ``gpu`` and of what must leave, for every worker. Overwrites ``times``."""
+    if fleet.crowd is not None:
+        harm = np.minimum(gpu, case.params.harm.cap_ns)
+        harm *= fleet.crowd
+        times += harm
+    if fleet.keep is not None:
+        times += fleet.keep
+    return times
 
 
 def _first(case: _Case, bounds: Floats, least: float) -> int:
@@ -333,103 +303,107 @@ def _first(case: _Case, bounds: Floats, least: float) -> int:
     return int(tied[np.argmin((columns.rank[tied] - case.ticket) % len(columns))])
 
 
-def _offer(case: _Case, position: int, source: Holding, price: Price) -> _Choice:
-    score = price.ttft_ns
-    if case.crowd is not None:
-        score += harm_ns(case.params.harm, price.gpu_ns, case.crowd.item(position))
-    if case.keep is not None:
-        score += case.keep.item(position)
-    requests = case.snapshot.columns.requests.item(position)
-    return _Choice(score, price.gpu_ns, requests, _turn(case, position), position, price, source)
+def _reach(case: _Case) -> Reach:
+    scores, columns, now_ns = case.scores, case.snapshot.columns, case.snapshot.now_ns
+    assert isinstance(scores.wait, list)
+    assert scores.keep is None or isinstance(scores.keep, list)
+    return Reach(
+        case.owners,
+        scores.wait,
+        scores.crowd_at,
+        scores.keep,
+        case.params.harm.cap_ns,
+        [free - now_ns for free in columns.in_free_ns.tolist()],
+        columns.curves.tolist(),
+        columns.requests.tolist(),
+        columns.rank.tolist(),
+        case.ticket,
+        case.request.prompt_tokens,
+        case.snapshot.footprint,
+    )
 
 
 def _fleetwide(case: _Case) -> Fleetwide:
-    columns = case.snapshot.columns
+    snapshot, harm, wait = case.snapshot, case.params.harm, np.asarray(case.scores.wait)
     return Fleetwide(
-        columns=columns,
+        columns=snapshot.columns,
         owners=case.owners,
-        wait=case.wait,
-        backlog_in=columns.in_free_ns - case.snapshot.now_ns,
+        wait=wait,
+        crowd=None if harm.zero else crowds(snapshot, harm, wait),
+        keep=None if case.scores.keep is None else np.asarray(case.scores.keep),
+        backlog_in=snapshot.columns.in_free_ns - snapshot.now_ns,
         total_tokens=case.request.prompt_tokens,
-        footprint=case.snapshot.footprint,
+        footprint=snapshot.footprint,
     )
 
 
-def _sources(case: _Case, best: float) -> list[_Source]:
-    """Holders that may be read, best bound first; what cannot get below ``best`` is bounded roughly.
+def _sources(case: _Case, best: float) -> tuple[list[_Source], float | None]:
+    """Holders that may be read and whose bound is below ``best`` (all when the record wants them), best bound first.
 
-    The rough bound is the least wait and what the holder lacks, on the fastest curve. The fine one adds the best link
-    and the longest prefix that is shorter than the holder's: it is the whole load or, since the price of a partial
-    load lies above the chord between its ends, the redo that starts when the load does, less one block.
+    Longest first, since the rough bound (the least wait and what the holder lacks, on the fastest curve) only grows
+    from there; the fine one is `router.bounds.best_case`.
+
+    Returns:
+        The holders, and the least bound of any.
     """
     snapshot, columns = case.snapshot, case.snapshot.columns
-    total, block_tokens = case.request.prompt_tokens, snapshot.footprint.block_tokens
-    t0_ns, token_ns, pair_ns = snapshot.fastest.t0_ns, snapshot.fastest.token_ns, snapshot.fastest.pair_ns
-    wait = case.wait.item(case.wait.argmin())
+    held = _longest_first(case)
     readable, out_free_ns, rank = columns.holder.item, columns.out_free_ns.item, columns.rank.item
-    known: dict[tuple[int, Tier], _Ahead] = {}
-    sources = []
-    for holding in case.held:
+    wait, priced_pairs, now_ns = case.scores.least_wait_ns(), case.params.priced_pairs, snapshot.now_ns
+    sources: list[_Source] = []
+    ahead: Ahead | None = None
+    least = math.inf
+    for place, holding in enumerate(held):
         position, blocks, tier = holding
         if not readable(position):
             continue
-        backlog = max(0.0, out_free_ns(position) - snapshot.now_ns)
-        cached = blocks * block_tokens
-        bound = wait + t0_ns + (total - cached) * (token_ns + pair_ns * 0.5 * (total + cached))
-        if bound < best and not snapshot.features.split:
-            ahead = known.get((blocks, tier))
-            if ahead is None:
-                ahead = known[blocks, tier] = _look_ahead(case, blocks, tier)
-            start = backlog + ahead.latency
-            bound = min(max(wait, start + ahead.transfer) + ahead.rest, max(wait, start) + ahead.redo)
-        sources.append(_Source(bound, backlog, rank(position), holding))
+        if ahead is None or ahead.blocks != blocks or ahead.tier is not tier:
+            ahead = look_ahead(case.request, snapshot, case.params.harm, holding, _shorter(held, place))
+            if wait + ahead.rest_ns >= best and not priced_pairs:
+                least = min(least, wait + ahead.rest_ns)
+                break
+        backlog = max(0.0, out_free_ns(position) - now_ns)
+        bound = best_case(ahead, wait, backlog, split=snapshot.features.split)
+        least = min(least, bound)
+        if bound < best or priced_pairs:
+            sources.append(_Source(bound, backlog, rank(position), holding))
     if len(sources) > 1:
         sources.sort(key=itemgetter(0, 1, 2))
-    return sources
+    return sources, least if least < math.inf else None
 
 
-class _Ahead(NamedTuple):
-    """Least times of a load of some length: until its first byte, from there to its last, and what the GPU computes
-    after all of it, or after its first block only. GPU times include the harm that is always there."""
-
-    latency: float
-    transfer: float
-    rest: float
-    redo: float
-
-
-def _look_ahead(case: _Case, blocks: int, tier: Tier) -> _Ahead:
-    snapshot, harm, total = case.snapshot, case.params.harm, case.request.prompt_tokens
-    footprint, link = snapshot.footprint, snapshot.links.best(tier)
-    own = max((other for other in case.owners.values() if other < blocks), default=0)
-    cached, first = blocks * footprint.block_tokens, min(blocks, own + 1) * footprint.block_tokens
-    rest = snapshot.fastest.time_ns(total - cached, cached)
-    always = min(rest, harm.cap_ns) * harm.base
-    return _Ahead(
-        latency=link.alpha_ns + footprint.fixed_bytes * link.byte_ns,
-        transfer=(blocks - own) * footprint.block_bytes * link.byte_ns,
-        rest=rest + always,
-        redo=snapshot.fastest.time_ns(total - first, first) + always,
-    )
+def _longest_first(case: _Case) -> list[Holding]:
+    """Who holds a part of the prompt; equally long ones by the least busy way out, then in key order."""
+    held = case.held
+    if len(held) < 2:
+        return held
+    out_free_ns, rank = case.snapshot.columns.out_free_ns.item, case.snapshot.columns.rank.item
+    return sorted(held, key=lambda item: (-item.blocks, out_free_ns(item.position), rank(item.position)))
 
 
-def _make_pair(case: _Case, position: int, source: Holding, backlog_out: float) -> Pair:
+def _shorter(held: list[Holding], place: int) -> int:
+    """Blocks of the longest prefix that is shorter than the one at ``place``, longest first."""
+    blocks = held[place].blocks
+    for other in held[place + 1 :]:
+        if other.blocks < blocks:
+            return other.blocks
+    return 0
+
+
+def _make_pair(case: _Case, position: int, source: Holding, backlog_out: float, link: tuple[float, float]) -> Pair:
     snapshot, columns = case.snapshot, case.snapshot.columns
-    key = snapshot.workers[source.position].key
-    reader = snapshot.workers[position].key.worker_id
-    link = snapshot.links.curve(key.worker_id, reader, source.tier, snapshot.now_ns)
+    backlog_in = columns.in_free_ns.item(position) - snapshot.now_ns
     t0_ns, token_ns, pair_ns = columns.curves[:, position].tolist()
     return Pair(
-        wait_ns=case.wait.item(position),
-        redo_ns=case.redo.item(position),
-        own_blocks=case.owners.get(position, 0),
-        held_blocks=source.blocks,
-        total_tokens=case.request.prompt_tokens,
-        backlog_ns=max(backlog_out, columns.in_free_ns.item(position) - snapshot.now_ns),
-        alpha_ns=link.alpha_ns,
-        byte_ns=link.byte_ns,
-        failure=snapshot.failures.probability(key, snapshot.now_ns),
-        t0_ns=t0_ns,
-        token_ns=token_ns,
-        pair_ns=pair_ns,
+        case.scores.wait_at(position),
+        case.scores.redo_at(position),
+        case.owners.get(position, 0),
+        source.blocks,
+        case.request.prompt_tokens,
+        backlog_out if backlog_out > backlog_in else backlog_in,
+        *link,
+        snapshot.failures.probability(snapshot.workers[source.position].key, snapshot.now_ns),
+        t0_ns,
+        token_ns,
+        pair_ns,
     )

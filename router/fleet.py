@@ -18,7 +18,7 @@ from router.estimators import LinkCurve, LinkEstimators, PrefillCurve
 from router.ledger import Totals
 from router.signals import NO_ARRIVALS, Columns, Floats, LinkRow, WorkerView
 
-ROW_AGE_NS = 2_000_000_000
+ROW_AGE_NS = 250_000_000
 ARRIVAL_MEMORY_NS = 30_000_000_000  # requests older than this hardly count in a worker's arrival rate
 _MAX_EXPONENT = 50.0
 MAX_PRESSURE = 16.0
@@ -181,7 +181,7 @@ class Fleet:
 
     def _build_row(self, holder: WorkerId, tier: Tier, now_ns: int) -> LinkRow:
         curves = [self._links.curve(holder, view.key.worker_id, tier, now_ns) for view in self.workers]
-        return LinkRow(np.array([c.alpha_ns for c in curves]), np.array([c.byte_ns for c in curves]))
+        return LinkRow([c.alpha_ns for c in curves], [c.byte_ns for c in curves])
 
     def _replace(self, position: int, view: WorkerView) -> None:
         workers = list(self.workers)

@@ -83,7 +83,7 @@ class Ledger:
         Returns:
             The workers whose totals changed.
         """
-        changed = set(self.release(request, now_ns))
+        changed = set(self.release(request, now_ns)) if request in self._entries else set()
         reader = self._account(promise.worker)
         reader.gpu_free_ns = max(reader.gpu_free_ns, now_ns) + promise.gpu_ns
         reader.live.add(request)

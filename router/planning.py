@@ -134,18 +134,23 @@ def build_plan(
 
 
 def build_promise(
-    request: RequestView, snapshot: Snapshot, plan: Plan, price: Price, position: int, own_blocks: int
+    request: RequestView,
+    snapshot: Snapshot,
+    plan: Plan,
+    price: Price,
+    position: int,
+    own_blocks: int,
+    byte_ns: float,
 ) -> Promise:
-    """GPU and link time the plan takes."""
+    """GPU time the plan takes, and link time at ``byte_ns`` per byte."""
     footprint = snapshot.footprint
     worker = snapshot.workers[position].key
     if not plan.loads:
         return Promise(worker, price.gpu_ns, request.prompt_tokens - own_blocks * footprint.block_tokens)
     transfers = []
     for piece in plan.loads:
-        link = snapshot.links.curve(piece.holder.worker_id, worker.worker_id, piece.tier, snapshot.now_ns)
         num_bytes = footprint.fixed_bytes + (piece.stop - piece.start) * footprint.block_bytes
-        transfers.append(Transfer(piece.holder, num_bytes, num_bytes * link.byte_ns))
+        transfers.append(Transfer(piece.holder, num_bytes, num_bytes * byte_ns))
     loaded = sum(piece.stop - piece.start for piece in plan.loads)
     tokens = request.prompt_tokens - (own_blocks + loaded) * footprint.block_tokens
     return Promise(worker, price.gpu_ns, tokens, tuple(transfers))

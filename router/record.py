@@ -117,6 +117,7 @@ class DecisionRecord:
             "price_ns": self.decision.price_ns,
             "predicted_ttft_ns": plan.predicted_ttft_ns,
             "holders": self.decision.holders,
+            "load_floor_ns": None if self.decision.load_floor_ns is None else round(self.decision.load_floor_ns),
             "candidates": [_candidate_dict(item) for item in self.candidates()],
             "runner_up": None if runner_up is None else _candidate_dict(runner_up),
             "outcome": None if self.outcome is None else asdict(self.outcome),
@@ -205,9 +206,16 @@ def explain_lines(record: DecisionRecord) -> list[str]:
     if len(candidates) > _CANDIDATES_SHOWN:
         lines.append(f"    … and {len(candidates) - _CANDIDATES_SHOWN} dearer ones")
     if decision.holders:
-        lines.append(f"  loads not listed (from {decision.holders} holders) could not have been chosen")
+        lines.append(
+            f"  loads not listed (from {decision.holders} holders) could not have been chosen{_floor(decision)}"
+        )
     lines.extend(_outcome_lines(record))
     return lines
+
+
+def _floor(decision: Decision) -> str:
+    floor = decision.load_floor_ns
+    return "" if floor is None else f": with their harm to others all cost {_seconds(floor)} or more"
 
 
 def _outcome_lines(record: DecisionRecord) -> list[str]:

@@ -145,10 +145,10 @@ class Columns:
 
 
 class LinkRow(NamedTuple):
-    """Curves of the links from one holder's tier to every worker, as columns."""
+    """Curves of the links from one holder's tier to every worker, in the order of ``Snapshot.workers``."""
 
-    alpha_ns: Floats
-    byte_ns: Floats
+    alpha_ns: list[float]
+    byte_ns: list[float]
 
 
 class LinkView(Protocol):

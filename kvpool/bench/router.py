@@ -35,6 +35,7 @@ from kvpool.types import (
 )
 from router.core import RequestMeta, RouterCore
 from router.policies import NEVER_LOADS
+from router.signals import Features
 from router.simulation.report import SimReport
 from router.simulation.simulate import simulate
 from router.simulation.trace import Trace, TraceRequest, load_trace
@@ -110,7 +111,7 @@ class _Decisions:
         self._fill(keys, entries)
         self._keys = keys
         self._reports = 0
-        self._core = RouterCore(self, time.monotonic_ns)
+        self._core = RouterCore(self, time.monotonic_ns, features=Features(split=True))
         for key in keys:
             self._core.on_member_change(_member(key), MemberState.ALIVE)
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from router import cost
 from router.cost import Costs, Pair, Price
-from router.decide import Decision, LoadPrice, nobody, open_waits
+from router.decide import Decision, LoadPrice
 from router.planning import Params, build_plan, build_promise
+from router.scores import nobody, open_waits
 from router.signals import Floats, Holding, RequestView, Snapshot, holdings
 
 
@@ -128,9 +129,11 @@ class Rule:
         load = cost.price_whole_load(pair, snapshot.footprint, self.params.costs)
         if load is None:
             return self.redo_on(facts, position)
-        return self._decision(facts, position, load, source)
+        return self._decision(facts, position, load, source, link.byte_ns)
 
-    def _decision(self, facts: Facts, position: int, price: Price, source: Holding | None) -> Decision:
+    def _decision(
+        self, facts: Facts, position: int, price: Price, source: Holding | None, byte_ns: float = 0.0
+    ) -> Decision:
         snapshot = facts.snapshot
         own = int(facts.own[position])
         plan = build_plan(snapshot, self.params, facts.held, price, source, position, own)
@@ -144,7 +147,7 @@ class Rule:
             wait=facts.wait,
             redo=facts.redo,
             loads=() if source is None else (LoadPrice(position, source, price),),
-            promise=build_promise(facts.request, snapshot, plan, price, position, own),
+            promise=build_promise(facts.request, snapshot, plan, price, position, own, byte_ns),
             own_blocks=own,
             holders=len(facts.held),
         )

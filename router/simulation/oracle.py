@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-import numpy as np
-
 from kvpool.types import Tier, WorkerId
 from router.decide import Decision
 from router.estimators import LinkCurve, PrefillCurve
@@ -41,7 +39,7 @@ class TrueLinks:
 
     def row(self, holder: WorkerId, tier: Tier, now_ns: int) -> LinkRow:
         """See `router.signals.LinkView`."""
-        return LinkRow(np.full(self.nodes, self.link.alpha_ns), np.full(self.nodes, self.link.byte_ns))
+        return LinkRow([self.link.alpha_ns] * self.nodes, [self.link.byte_ns] * self.nodes)
 
     def best(self, tier: Tier) -> LinkCurve:
         """See `router.signals.LinkView`."""

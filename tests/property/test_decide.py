@@ -15,9 +15,10 @@ from kvpool.plan import PlanKind
 from kvpool.types import Tier
 from router import cost
 from router.cost import Costs
-from router.decide import Decision, crowds, decide, harm_ns, keep_ns
+from router.decide import Decision, decide
 from router.estimators import LinkCurve, PrefillCurve
 from router.planning import Harm, Params
+from router.scores import crowds, harm_ns, keep_ns
 from router.signals import Features, Footprint, Snapshot, holdings
 from tests.unit.router_kit import FOOTPRINT, FixedFailures, Worker, key, request, snapshot
 
@@ -234,6 +235,31 @@ def _every_score(shot: Snapshot, harm: Harm) -> list[float]:
                 plans.append(cost.price_split(pair, shot.footprint))
             found.extend(_score(shot, harm, i, plan.ttft_ns, plan.gpu_ns) for plan in plans if plan is not None)
     return found
+
+
+@SETTINGS
+@given(clusters(), links, rates, features, harms, six(1e-9, 1e3), six(0.0, 200.0), six(0.0, 16.0), st.booleans())
+def test_lists_for_few_workers_and_arrays_for_many_decide_the_same(
+    workers: list[Worker],
+    link: LinkCurve,
+    rate: float,
+    able: Features,
+    harm: Harm,
+    arrivals: list[float],
+    empty: list[float],
+    pressure: list[float],
+    exclude: bool,
+) -> None:
+    shot = snapshot(workers, links=link, failures=FixedFailures(rate), features=able)
+    shot.columns.arrivals[:] = arrivals[: len(workers)]
+    shot.columns.empty_blocks[:] = empty[: len(workers)]
+    shot = replace(shot, arrival_scale=1e-9, pressure=np.array(pressure[: len(workers)]))
+    asked = request(exclude=frozenset({key(0)}) if exclude and len(workers) > 1 else frozenset())
+    lists, arrays = (decide(asked, shot, Params(harm=harm), few=few) for few in (10, 0))
+    assert (lists.worker, lists.plan, lists.price_ns) == (arrays.worker, arrays.plan, arrays.price_ns)
+    assert lists.promise == arrays.promise
+    assert lists.wait == arrays.wait.tolist()  # type: ignore[union-attr]
+    assert lists.redo == arrays.redo.tolist()  # type: ignore[union-attr]
 
 
 @SETTINGS

@@ -47,7 +47,7 @@ class FixedLinks:
 
     def row(self, holder: WorkerId, tier: Tier, now_ns: int) -> LinkRow:
         curves = [self.curve(holder, reader.worker_id, tier, now_ns) for reader in self.workers]
-        return LinkRow(np.array([c.alpha_ns for c in curves]), np.array([c.byte_ns for c in curves]))
+        return LinkRow([c.alpha_ns for c in curves], [c.byte_ns for c in curves])
 
     def best(self, tier: Tier) -> LinkCurve:
         curves = [self.default, *self.pairs.values()]
