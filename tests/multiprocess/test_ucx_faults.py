@@ -31,6 +31,8 @@ from tests.contract.transport_rig import MS, S, eventually
 BLOCK = 256 * 1024
 BLOCKS = 512  # 128 MiB: a read takes tens of milliseconds, so a fault lands inside it
 
+PATIENT_NS = 8 * S  # for reads that no fault hits, on a machine that may be busy
+
 FABRICS = {"shm": {}, "tcp": {"TLS": "tcp,self"}}
 
 
@@ -90,7 +92,7 @@ def after_first_bytes(handle: ReadHandle, seed: int) -> None:
 
 def test_a_read_between_processes_is_whole(settings: dict[str, str], reader: Reader) -> None:
     with holder(settings) as peer:
-        progress = reader.read(peer.peer).wait(20 * S)
+        progress = reader.read(peer.peer, stall_ns=PATIENT_NS).wait(20 * S)
         assert progress.state is ReadState.DONE
         reader.assert_arrived_blocks_are_right(progress)
         eventually(lambda: peer.ask("stats")["leases"] == 0, "the holder released its leases")
@@ -102,7 +104,7 @@ def test_a_killed_holder_is_a_typed_error_soon_and_no_byte_lands_later(
     with holder(settings, "bystander") as bystander:
         for seed in range(3):
             with holder(settings, epoch=seed + 1) as peer:
-                assert reader.read(peer.peer, 4).wait(20 * S).state is ReadState.DONE
+                assert reader.read(peer.peer, 4, stall_ns=PATIENT_NS).wait(20 * S).state is ReadState.DONE
                 reader.poison()
                 handle = reader.read(peer.peer, stall_ns=S)
                 after_first_bytes(handle, seed)
@@ -115,7 +117,7 @@ def test_a_killed_holder_is_a_typed_error_soon_and_no_byte_lands_later(
                 reader.poison()
                 peer.kill()
                 reader.assert_untouched()
-                assert reader.read(bystander.peer, 8).wait(20 * S).state is ReadState.DONE
+                assert reader.read(bystander.peer, 8, stall_ns=PATIENT_NS).wait(20 * S).state is ReadState.DONE
                 reader.poison()
 
 
@@ -123,7 +125,7 @@ def test_a_stopped_holder_is_dropped_at_the_stall_bound_and_served_again_when_it
     settings: dict[str, str], reader: Reader
 ) -> None:
     with holder(settings) as peer:
-        assert reader.read(peer.peer, 4).wait(20 * S).state is ReadState.DONE
+        assert reader.read(peer.peer, 4, stall_ns=PATIENT_NS).wait(20 * S).state is ReadState.DONE
         for seed in range(3):
             reader.poison()
             handle = reader.read(peer.peer)
@@ -137,7 +139,7 @@ def test_a_stopped_holder_is_dropped_at_the_stall_bound_and_served_again_when_it
             peer.signal(signal.SIGCONT)
             eventually(lambda: peer.ask("stats")["leases"] == 0, "the holder released its leases")
             reader.assert_untouched()
-            again = reader.read(peer.peer, 16, stall_ns=2 * S).wait(20 * S)
+            again = reader.read(peer.peer, 16, stall_ns=PATIENT_NS).wait(20 * S)
             assert again.state is ReadState.DONE, again.error
         eventually(lambda: peer.ask("stats")["leases"] == 0, "no lease is left")
 
@@ -167,7 +169,7 @@ def test_a_killed_reader_costs_the_holder_nothing(settings: dict[str, str], read
                     wait=False,
                 )
                 victim.signal(signal.SIGKILL)
-            progress = reader.read(peer.peer).wait(20 * S)
+            progress = reader.read(peer.peer, stall_ns=PATIENT_NS).wait(20 * S)
             assert progress.state is ReadState.DONE
         # A reader's death is noticed through its connection; its own budget of 60 s is not waited for.
         eventually(lambda: peer.ask("stats")["leases"] == 0, "leases of dead readers are released", 15)
@@ -177,12 +179,12 @@ def test_a_restarted_holder_serves_at_once_and_its_old_epoch_is_refused(
     settings: dict[str, str], reader: Reader
 ) -> None:
     with holder(settings) as peer:
-        assert reader.read(peer.peer, 4).wait(20 * S).state is ReadState.DONE
+        assert reader.read(peer.peer, 4, stall_ns=PATIENT_NS).wait(20 * S).state is ReadState.DONE
         fresh = peer.ask("restart")
         address = bytes.fromhex(fresh["address"])
         new = Peer(WorkerKey(peer.options.key.worker_id, WorkerEpoch(fresh["epoch"])), address)
-        assert reader.read(new, 4).wait(20 * S).state is ReadState.DONE
-        zombie = reader.read(Peer(peer.options.key, address), 4).wait(20 * S)
+        assert reader.read(new, 4, stall_ns=PATIENT_NS).wait(20 * S).state is ReadState.DONE
+        zombie = reader.read(Peer(peer.options.key, address), 4, stall_ns=PATIENT_NS).wait(20 * S)
         assert isinstance(zombie.error, StaleError)
 
 
@@ -191,21 +193,21 @@ def test_corruption_and_eviction_during_reads_never_pass_for_good_bytes(
 ) -> None:
     with holder(settings) as peer:
         peer.ask("corrupt", number=5)
-        progress = reader.read(peer.peer, 16).wait(20 * S)
+        progress = reader.read(peer.peer, 16, stall_ns=PATIENT_NS).wait(20 * S)
         assert isinstance(progress.error, IntegrityError)
         assert progress.statuses[5] is BlockStatus.CORRUPT
         reader.assert_arrived_blocks_are_right(progress)
-        handle = reader.read(peer.peer)
+        handle = reader.read(peer.peer, stall_ns=PATIENT_NS)
         peer.ask("evict", numbers=list(range(100, BLOCKS)))
         handle.wait(20 * S)
-        progress = reader.read(peer.peer, 128).wait(20 * S)
+        progress = reader.read(peer.peer, 128, stall_ns=PATIENT_NS).wait(20 * S)
         assert progress.statuses[100:] == (BlockStatus.MISSING,) * 28
         assert progress.statuses[:5] == (BlockStatus.ARRIVED,) * 5
 
 
 def test_a_thousand_failures_leave_counts_at_the_baseline(settings: dict[str, str], reader: Reader) -> None:
     with holder(settings) as peer:
-        assert reader.read(peer.peer, 4).wait(20 * S).state is ReadState.DONE
+        assert reader.read(peer.peer, 4, stall_ns=PATIENT_NS).wait(20 * S).state is ReadState.DONE
         eventually(lambda: peer.ask("stats")["leases"] == 0, "leases at the baseline")
         before, here = peer.ask("stats"), reader.transport.stats()
         wrong = Peer(WorkerKey(peer.options.key.worker_id, WorkerEpoch(99)), peer.address)
@@ -220,7 +222,7 @@ def test_a_thousand_failures_leave_counts_at_the_baseline(settings: dict[str, st
             for handle in (*stale, *cancelled, *late):
                 assert handle.wait(20 * S).state.terminal
         reader.transport.forget(wrong.key)
-        assert reader.read(peer.peer, 4).wait(20 * S).state is ReadState.DONE
+        assert reader.read(peer.peer, 4, stall_ns=PATIENT_NS).wait(20 * S).state is ReadState.DONE
         eventually(lambda: reader.transport.stats().endpoints <= here.endpoints, "endpoints at the baseline here")
         assert reader.transport.stats().in_flight_bytes == 0
         assert reader.transport.stats().quarantined_reads == 0

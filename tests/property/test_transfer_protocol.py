@@ -512,3 +512,27 @@ def test_what_a_fence_holds_does_not_starve_other_peers() -> None:
         world.step()
     assert task.state is ReadState.DONE, task.error
     assert not stuck.done()
+
+
+@pytest.mark.parametrize("one_host", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_giving_one_read_up_costs_the_others_on_its_link_nothing(seed: int, one_host: bool) -> None:
+    world = World(seed, one_host=one_host)
+    for name in ("drop", "double", "cut", "flip", "die", "stuck"):
+        setattr(world.faults, name, 0)
+    tasks = []
+    for lane in range(3):
+        wants = tuple(BlockWant(name_of(n), (lane * BLOCKS + n) * BLOCK) for n in range(BLOCKS))
+        request = ReadRequest(Peer(HOLDER, b"server"), wants, 60_000 * MS, 60 * MS)
+        task = ReadTask(request, BLOCK, lambda: world.now_ns, lambda task: world.reader.cancel(task, world.now_ns))
+        world.lane_of[id(task)] = lane
+        world.tasks.append(task)
+        world.reader.submit(task, world.now_ns)
+        tasks.append(task)
+    goal_bytes = world.rng.randrange(BLOCKS // 2) * BLOCK
+    while tasks[0].progress().bytes_arrived < goal_bytes:
+        world.step()
+    tasks[0].cancel()
+    while world.tasks:
+        world.step()
+    assert [task.state for task in tasks] == [ReadState.CANCELLED, ReadState.DONE, ReadState.DONE]
