@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import random
-import shutil
 import signal
 import statistics
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.bench import namespace
 from kvpool.bench.peer import POISON, GeneratedStore, PeerOptions, PeerProcess, fill_block, read_request
 from kvpool.bench.report import Row, skipped, spread
 from kvpool.errors import KVPoolError
@@ -46,9 +44,6 @@ KILL_BOUND_S = 1.0
 SILENCE_BOUND_S = 1.0
 RECOVERY_BOUND_S = 2.0
 SLOW_BOUND_S = DEADLINE_NS / S + 1.0  # deadline, and the drain of one window
-_MARK = os.getpid() % 100_000  # two runs on one machine must not meet
-NAMESPACE, OUR_LINK, THEIR_LINK = f"kvpool-faults-{_MARK}", f"kvpf{_MARK}a", f"kvpf{_MARK}b"
-OUR_ADDRESS, THEIR_ADDRESS = f"10.77.{_MARK % 250}.1/24", f"10.77.{_MARK % 250}.2/24"
 
 
 def run(*, quick: bool, peers: bool) -> list[Row]:
@@ -57,8 +52,8 @@ def run(*, quick: bool, peers: bool) -> list[Row]:
     runs = 3 if quick else 20
     rows: list[Row] = []
     for fabric in (_namespace, _shared_memory, _tcp):  # UCX reads the routes once per process: the new one first
-        if fabric is _namespace and not _can_make_namespaces():
-            rows.append(skipped("faults across two network namespaces", "bound", "needs root and iproute2"))
+        if fabric is _namespace and not namespace.available():
+            rows.append(skipped("faults across two network namespaces", "bound", namespace.WHY_NOT))
             continue
         with fabric() as world:
             rows += [_measure(world, fault, runs) for fault in FAULTS if fault.needs_link <= world.has_link]
@@ -268,9 +263,9 @@ def _link_down(world: World, rng: random.Random) -> float:
         handle = world.read(holder.peer)
         _into_the_batch(handle, rng)
         since_s = time.monotonic()
-        _ip("link", "set", OUR_LINK, "down")
+        namespace.run("ip", "link", "set", namespace.OUR_LINK, "down")
         _, took_s = _ended(world, handle, since_s)
-        _ip("link", "set", OUR_LINK, "up")
+        namespace.run("ip", "link", "set", namespace.OUR_LINK, "up")
         time.sleep(0.1)  # what was buffered may come now
         _check_late_bytes(world)
         world.check_recovery(holder.peer)
@@ -284,10 +279,8 @@ def _link_slow(world: World, rng: random.Random) -> float:
         handle = world.read(holder.peer)
         _into_the_batch(handle, rng)
         since_s = time.monotonic()
-        shape = ("rate", "200mbit", "burst", "64kb", "latency", "50ms")
-        _run("ip", "netns", "exec", NAMESPACE, "tc", "qdisc", "add", "dev", THEIR_LINK, "root", "tbf", *shape)
-        _, took_s = _ended(world, handle, since_s)
-        _run("ip", "netns", "exec", NAMESPACE, "tc", "qdisc", "del", "dev", THEIR_LINK, "root")
+        with namespace.slowed(200):
+            _, took_s = _ended(world, handle, since_s)
         holder.ask("stats")
         _check_late_bytes(world)
         world.check_recovery(holder.peer)
@@ -403,40 +396,8 @@ def _tcp() -> Iterator[World]:
 
 @contextlib.contextmanager
 def _namespace() -> Iterator[World]:
-    inside = ("ip", "netns", "exec", NAMESPACE)
-    _remove_namespace()
-    _ip("netns", "add", NAMESPACE)
-    try:
-        _ip("link", "add", OUR_LINK, "type", "veth", "peer", "name", THEIR_LINK, "netns", NAMESPACE)
-        _ip("addr", "add", OUR_ADDRESS, "dev", OUR_LINK)
-        _ip("link", "set", OUR_LINK, "up")
-        _run(*inside, "ip", "addr", "add", THEIR_ADDRESS, "dev", THEIR_LINK)
-        _run(*inside, "ip", "link", "set", THEIR_LINK, "up")
-        ours = {"TLS": "tcp", "NET_DEVICES": OUR_LINK}
-        theirs = {"TLS": "tcp", "NET_DEVICES": THEIR_LINK}
-        with _world("two namespaces", ours, theirs, inside) as world:
-            yield world
-    finally:
-        _remove_namespace()
-
-
-def _can_make_namespaces() -> bool:
-    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
-        return False
-    probe = subprocess.run(["ip", "netns", "add", NAMESPACE], check=False, capture_output=True)
-    _remove_namespace()
-    return probe.returncode == 0
-
-
-def _remove_namespace() -> None:
-    """Idempotent; the veth pair goes with the namespace."""
-    subprocess.run(["ip", "link", "del", OUR_LINK], check=False, capture_output=True)
-    subprocess.run(["ip", "netns", "del", NAMESPACE], check=False, capture_output=True)
-
-
-def _ip(*arguments: str) -> None:
-    _run("ip", *arguments)
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True)
+    with (
+        namespace.second_host(),
+        _world("two namespaces", namespace.OURS, namespace.THEIRS, namespace.INSIDE) as world,
+    ):
+        yield world

@@ -47,6 +47,7 @@ class PeerOptions:
         settings: extra UCX settings.
         max_run_bytes: see `UcxOptions`.
         lease_slack_ns, max_lease_ns, compression: see `UcxOptions`.
+        kv_like: its blocks are normal numbers in bf16, which compress as KV does; otherwise they do not compress.
     """
 
     worker_id: str = "holder"
@@ -58,6 +59,7 @@ class PeerOptions:
     max_run_bytes: int = UcxOptions().max_run_bytes
     lease_slack_ns: int = UcxOptions().lease_slack_ns
     compression: str = Compression.AUTO.value
+    kv_like: bool = False
 
     @property
     def key(self) -> WorkerKey:
@@ -87,6 +89,12 @@ def fill_block(target: np.ndarray[Any, np.dtype[np.uint8]], number: int) -> None
     target[len(words) * 8 :] = number % 251
 
 
+def kv_like(number: int, block_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Bytes of block ``number`` as a model might leave them: normal numbers in bf16."""
+    numbers = np.random.default_rng(number).normal(size=-(-block_bytes // 2)).astype(np.float32)
+    return (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)[:block_bytes]
+
+
 class GeneratedStore:
     """A segment of generated blocks; implements `kvpool.transport.base.BlockSource`.
 
@@ -107,7 +115,10 @@ class GeneratedStore:
             self.segment[:] = POISON
         for number in range(options.blocks if options.filled else 0):
             page = self.page(number)
-            fill_block(page, number)
+            if options.kv_like:
+                page[:] = kv_like(number, options.block_bytes)
+            else:
+                fill_block(page, number)
             self.held[block_hash(number)] = HeldBlock(number * options.block_bytes, xxhash.xxh3_64_intdigest(page.data))
 
     def page(self, slot: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

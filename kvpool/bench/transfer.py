@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvpool.bench import compression
 from kvpool.bench.metadata_peers import PeerScript
 from kvpool.bench.peer import (
     SOCKET_BUFFER_BYTES,
@@ -54,7 +55,7 @@ LIMIT_NS = 60_000_000_000
 
 
 def run(*, quick: bool, peers: bool) -> list[Row]:
-    """Measure; about 60 s, with ``quick`` about 20 s."""
+    """Measure; about 80 s, with ``quick`` about 30 s."""
     runs = 5 if quick else 9
     sizes = (64 * KIB, MIB) if quick else SIZES
     rows: list[Row] = []
@@ -69,6 +70,7 @@ def run(*, quick: bool, peers: bool) -> list[Row]:
             rows.append(_busy(pair, fabric, runs))
     with _pair("same host", MIB) as pair:
         rows.append(_idle(pair, 2.0 if quick else 5.0))
+    rows += compression.run(quick=quick, peers=peers)
     if peers:
         rows += _other_libraries(runs, sizes)
     return rows

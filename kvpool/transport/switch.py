@@ -30,6 +30,7 @@ PROBE_BELOW_BYTES_PER_S = 1e9
 
 SAMPLE_BYTES = 1 << 20  # fewer say more about delay than about rate
 RATE_SAMPLES = 4  # the best of the last ones counts: a stall makes a link look slow, nothing makes it look fast
+MEAN_SAMPLES = 16
 RAW_EVERY = 32  # pulls
 TRIAL_BYTES = 16 << 20  # arrived in frames before what they delivered is believed
 OFF_NS = 10_000_000_000
@@ -100,6 +101,11 @@ class Burst:
     elapsed_ns: int = 0
     framed: bool = False
 
+    @property
+    def bytes_per_s(self) -> float:
+        """Rate on the wire."""
+        return self.wire_bytes * 1e9 / self.elapsed_ns
+
 
 class BurstMeter:
     """Cuts the traffic of one link into bursts that are long enough to say something about its rate."""
@@ -134,7 +140,8 @@ class LinkSwitch:
     """Decides for one peer. Pure state: it moves only when it is told something."""
 
     def __init__(self) -> None:
-        self._rates: deque[float] = deque(maxlen=RATE_SAMPLES)
+        self._raw: deque[Burst] = deque(maxlen=MEAN_SAMPLES)
+        self._faster: float = 0.0  # shown by frames since the last raw burst
         self._codec: Codec | None = None
         self._pulls = 0
         self._framed = Burst()
@@ -149,7 +156,14 @@ class LinkSwitch:
     @property
     def bytes_per_s(self) -> float | None:
         """Learned bandwidth of the link; None until it is known."""
-        return max(self._rates) if self._rates else None
+        if not self._raw:
+            return None
+        return max(self._faster, *(burst.bytes_per_s for burst in list(self._raw)[-RATE_SAMPLES:]))
+
+    @property
+    def _raw_goodput(self) -> float:
+        """What raw runs really delivered lately, pauses included, as `_framed` counts them."""
+        return sum(burst.raw_bytes for burst in self._raw) * 1e9 / sum(burst.elapsed_ns for burst in self._raw)
 
     @property
     def wants_sample(self) -> bool:
@@ -159,9 +173,11 @@ class LinkSwitch:
 
     def observe(self, burst: Burst, now_ns: int) -> None:
         """Learn from a burst. Frames can show that a link is faster than believed, never that it is slower."""
-        rate = burst.wire_bytes * 1e9 / burst.elapsed_ns
-        if not burst.framed or (self._rates and rate > max(self._rates)):
-            self._rates.append(rate)
+        if not burst.framed:
+            self._raw.append(burst)
+            self._faster = 0.0
+        elif self._raw:
+            self._faster = max(self._faster, burst.bytes_per_s)
         if not burst.framed or self._codec is None:
             return
         done = self._framed
@@ -171,7 +187,7 @@ class LinkSwitch:
         if self._framed.raw_bytes >= TRIAL_BYTES:
             delivered = self._framed.raw_bytes * 1e9 / self._framed.elapsed_ns
             self._framed = Burst()
-            if delivered * STAY_ON < max(self._rates):
+            if delivered < self._raw_goodput:
                 self._codec, self._off_until_ns = None, now_ns + OFF_NS
 
     def fault(self) -> None:

@@ -46,8 +46,10 @@ FRAME_RUN_BYTES = 1 << 20  # longest framed run: the codecs and the wire work on
 REPLAN_BYTES = 256 << 20  # packed with one plan before the planes are looked at again
 RESAMPLE_BYTES = 64 << 20  # raw traffic of slow links between two samples, while no frame teaches anything
 MAX_SWITCHES = 4096
+PACK_AHEAD = 4  # runs that wait for helpers at once, so that nothing else waits long behind them
 
 Clock = Callable[[], int]
+"""CPU time of the calling thread: what a codec costs. What else ran meanwhile shows in what frames deliver."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,13 +72,13 @@ class FramedCheck:
 
     def run(self) -> tuple[bool, ...]:
         """Which blocks are intact; none of a frame that does not unpack."""
-        begun_ns = time.perf_counter_ns()
+        begun_ns = time.thread_time_ns()
         try:
             facts = decode_frame(self.frame, self.check.data)
         except IntegrityError as error:
             self.fault = error
             return (False,) * len(self.check.expected)
-        self.decode_ns = time.perf_counter_ns() - begun_ns
+        self.decode_ns = time.thread_time_ns() - begun_ns
         self.frame_bytes, self.encode_ns = facts.frame_bytes, facts.encode_ns
         return self.check.run()
 
@@ -90,7 +92,7 @@ def check_of(posted: PostedRun, segment: memoryview, block_bytes: int) -> RunChe
     return check if posted.staging is None else FramedCheck(check, posted.staging.view)
 
 
-def measure(block: memoryview, clock_ns: Clock = time.perf_counter_ns) -> dict[Codec, CodecSpeed]:
+def measure(block: memoryview, clock_ns: Clock = time.thread_time_ns) -> dict[Codec, CodecSpeed]:
     """What the codecs do to a real block, here and now; takes a few milliseconds."""
     sample = block[:SAMPLE_BYTES]
     frame, back = bytearray(frame_bound(len(sample))), bytearray(len(sample))
@@ -232,6 +234,7 @@ class FrameWriter:
         self._pool = StagingPool(STAGING_BYTES)
         self._plans: dict[Codec, PlanePlan] = {}
         self._packed_bytes: dict[Codec, int] = {}
+        self._packing = 0
         self.encode_ns = 0
 
     @property
@@ -244,8 +247,8 @@ class FrameWriter:
         return Codec.RAW if self._mode is Compression.OFF else decodable(wanted) or Codec.RAW
 
     def fits(self, run_bytes: int) -> bool:
-        """Whether there is staging for a run."""
-        return self._pool.fits(frame_bound(run_bytes))
+        """Whether there is staging for a run, and helpers are not busy packing already."""
+        return self._packing < PACK_AHEAD and self._pool.fits(frame_bound(run_bytes))
 
     def pack(self, run: memoryview, codec: Codec, then: Callable[[Staging, int, int], None]) -> None:
         """Pack a run on a helper's thread; see `fits`. The run must stay as it is until then.
@@ -256,6 +259,7 @@ class FrameWriter:
             then: gets the staging, the frame's length in it and the time, on the progress thread; it owns the staging.
         """
         staging = self._pool.take(frame_bound(len(run)))
+        self._packing += 1
         self._packed_bytes[codec] = self._packed_bytes.get(codec, 0) + len(run)
         if self._packed_bytes[codec] > REPLAN_BYTES:
             self._packed_bytes[codec] = 0
@@ -268,6 +272,7 @@ class FrameWriter:
     def _packed(
         self, codec: Codec, staging: Staging, packed: _Packed, then: Callable[[Staging, int, int], None], now_ns: int
     ) -> None:
+        self._packing -= 1
         self._plans[codec] = packed.plan
         self.encode_ns += packed.encode_ns
         then(staging, packed.frame_bytes, now_ns)
@@ -292,11 +297,11 @@ class _Packed:
 
 def _pack(run: memoryview, codec: Codec, plan: PlanePlan | None, into: memoryview) -> _Packed:
     """On a helper's thread."""
-    begun_ns = time.perf_counter_ns()
+    begun_ns = time.thread_time_ns()
     if plan is None:
         plan = PLAIN if codec is Codec.RAW else plan_planes(run, codec)
-        begun_ns = time.perf_counter_ns()
+        begun_ns = time.thread_time_ns()
     frame_bytes = encode_frame(run, plan, into)
-    encode_ns = time.perf_counter_ns() - begun_ns
+    encode_ns = time.thread_time_ns() - begun_ns
     stamp_encode_time(into, encode_ns)
     return _Packed(frame_bytes, encode_ns, plan)

@@ -261,7 +261,7 @@ class ServerHalf:
                     serve.packing += 1
                     self.frames.pack(data, serve.codec, functools.partial(self._take_packed, link, serve, index))
                 else:
-                    return  # what was sent makes room
+                    return  # what was packed and sent makes room
                 serve.granted = index + 1
         except KVPoolError:
             self._break(link, now_ns)
@@ -280,6 +280,8 @@ class ServerHalf:
         except KVPoolError:
             self.frames.release(staging)
             self._break(link, now_ns)
+            return
+        self._move(link, serve, now_ns)
 
     def _send_run(self, link: ReaderLink, serve: Serve, index: int, data: memoryview, staging: Staging | None) -> None:
         serve.sends.append((link.connection.send(data, data_tag(serve.sequence, index)), staging))
