@@ -25,6 +25,9 @@ MAX_FAILED_ATTEMPTS = 64  # without a token in between; waiting for room or for 
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
 
+HAND_OVER_WAIT_S = 0.25
+"""Longest wait, after the first token, for the end of the load that followed the prefill."""
+
 UNROUTED = WorkerId("unrouted")
 """`RequestStats.worker_id` of a request that was cancelled before it had a worker."""
 
@@ -51,6 +54,7 @@ class Attempts:
         self._failed: set[WorkerKey] = set()
         self._failures = 0
         self._attempts = 0
+        self._serving: WorkerKey | None = None
 
     async def run(self) -> AsyncGenerator[TokenChunk]:
         """Chunks in order, the last with ``finish``. Once.
@@ -70,7 +74,7 @@ class Attempts:
                 if route is None:
                     yield _cancelled_chunk(self._request, UNROUTED, self._attempts)
                     return
-                async with contextlib.aclosing(self._stream(route)) as chunks:
+                async with contextlib.aclosing(self._serve(route)) as chunks:
                     async for chunk in chunks:
                         yield chunk
                 return
@@ -94,11 +98,12 @@ class Attempts:
             self._excluded.clear()  # nobody else is there: who failed once may serve by now
             return
         if isinstance(error, DuplicateError):
-            if route.worker not in self._failed:
+            if self._serving not in self._failed:
                 raise error  # another client's request
             return  # our own earlier attempt, given up and not ended yet
-        self._excluded.add(route.worker)
-        self._failed.add(route.worker)
+        worker = self._serving or route.worker
+        self._excluded.add(worker)
+        self._failed.add(worker)
         self._failures += 1
         if self._failures >= MAX_FAILED_ATTEMPTS:
             raise UnavailableError(
@@ -126,9 +131,46 @@ class Attempts:
             waiter.cancel()
             await _give_up(asking)
 
-    async def _stream(self, route: Route) -> AsyncGenerator[TokenChunk]:
-        """Chunks of one attempt; ends with a cancelled chunk when the user cancels."""
-        chunks = self._connection.stream(route, self._current(), self._remaining_s())
+    async def _serve(self, route: Route) -> AsyncGenerator[TokenChunk]:
+        """Chunks of one attempt, on one worker or handed over after the first token."""
+        part = route.hand_over
+        if part is None:
+            async with contextlib.aclosing(self._stream(route, self._current())) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            return
+        request = self._current()
+        last = len(request.generated) + 1 >= request.sampling.max_tokens
+        one = replace(request, sampling=replace(request.sampling, max_tokens=len(request.generated) + 1))
+        following = asyncio.ensure_future(self._connection.follow(request, part, self._remaining_s()))
+        stats: RequestStats | None = None
+        try:
+            async with contextlib.aclosing(self._stream(route, one)) as chunks:
+                async for chunk in chunks:
+                    if last or chunk.finish is not FinishReason.LENGTH:
+                        yield chunk
+                        if chunk.finish is not None:
+                            return
+                        continue
+                    stats = chunk.stats
+                    yield replace(chunk, finish=None, stats=None)
+            # The last blocks were offered with the first token; they are on their way.
+            await asyncio.wait({following}, timeout=min(HAND_OVER_WAIT_S, self._remaining_s()))
+        finally:
+            await _give_up(following)
+            self._connection.unfollow(part)
+        plan = replace(part.plan, patient=False)
+        second = Route(
+            route.request_id, part.decision_id, part.worker.worker_id, part.worker, part.control_address, plan
+        )
+        async with contextlib.aclosing(self._stream(second, self._current())) as chunks:
+            async for chunk in chunks:
+                yield chunk if chunk.stats is None or stats is None else _of_both(chunk, stats)
+
+    async def _stream(self, route: Route, request: GenerateRequest) -> AsyncGenerator[TokenChunk]:
+        """Chunks of one worker; ends with a cancelled chunk when the user cancels."""
+        self._serving = route.worker
+        chunks = self._connection.stream(route, request, self._remaining_s())
         waiter = asyncio.ensure_future(self._cancelled.wait())
         step: asyncio.Future[TokenChunk | None] | None = None
         try:
@@ -173,6 +215,19 @@ async def _give_up(future: asyncio.Future[Any]) -> None:
     await asyncio.wait({future})
     if not future.cancelled():
         future.exception()  # marks it as seen
+
+
+def _of_both(chunk: TokenChunk, prefill: RequestStats) -> TokenChunk:
+    """The end of a request that was handed over: how its prompt came about is what the prefill worker says."""
+    assert chunk.stats is not None
+    stats = replace(
+        prefill,
+        attempts=chunk.stats.attempts,
+        preemptions=prefill.preemptions + chunk.stats.preemptions,
+        load_failures=prefill.load_failures + chunk.stats.load_failures,
+        decoded_by=chunk.stats.worker_id,
+    )
+    return replace(chunk, stats=stats)
 
 
 def _cancelled_chunk(request: GenerateRequest, worker_id: WorkerId, attempts: int) -> TokenChunk:

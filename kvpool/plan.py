@@ -62,6 +62,7 @@ class Plan:
         predicted_ttft_ns: what the router expects, for the record and the learning loop.
         predicted_load_ns: how long it expects the loads to take from their start, 0 when it does not say. A worker
             waits no longer than this, and as long again, before it trusts only what it sees arrive.
+        patient: the holder may still be computing the blocks: those that are not there yet are no failure.
     """
 
     kind: PlanKind
@@ -71,6 +72,7 @@ class Plan:
     stall_ns: int = 0
     predicted_ttft_ns: int = 0
     predicted_load_ns: int = 0
+    patient: bool = False
 
 
 REDO = Plan(kind=PlanKind.REDO)
@@ -78,8 +80,24 @@ REDO = Plan(kind=PlanKind.REDO)
 
 
 @dataclass(frozen=True, slots=True)
+class HandOver:
+    """Where a request goes on after its first token, and how its prompt's KV comes there meanwhile.
+
+    Attributes:
+        decision_id: names this part as an attempt of its own.
+        plan: loads the prompt from the worker that prefills; patient.
+    """
+
+    worker: WorkerKey
+    control_address: str
+    decision_id: str
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
-    """The router's answer to one request: where to go and what to do there."""
+    """The router's answer to one request: where to go and what to do there. With ``hand_over`` this worker gives one
+    token only."""
 
     request_id: RequestId
     decision_id: str
@@ -87,3 +105,4 @@ class Route:
     worker: WorkerKey
     control_address: str
     plan: Plan
+    hand_over: HandOver | None = None

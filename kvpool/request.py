@@ -134,6 +134,7 @@ class RequestStats:
         preemptions: how often it was preempted.
         load_failures: names (`KVPoolError.code`) of loads that failed and were redone.
         attempts: how many workers were tried, filled in by the client.
+        decoded_by: who went on after the first token, when another worker did.
     """
 
     worker_id: WorkerId
@@ -149,6 +150,7 @@ class RequestStats:
     preemptions: int = 0
     load_failures: tuple[str, ...] = ()
     attempts: int = 1
+    decoded_by: WorkerId | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,19 +16,24 @@ from random import Random
 from typing import Any, Protocol
 
 from kvpool.errors import CapacityError, RequestError, TransferCancelledError, UnavailableError
-from kvpool.plan import Route
+from kvpool.plan import HandOver, Route
 from kvpool.reports import LoadSample, RequestOutcome, WorkerReport
 from kvpool.types import BlockHash, MemberInfo, MemberState, RequestId, Tier, WorkerId, WorkerKey
-from router import cost
+from router import cost, roles
 from router.decide import Decision
 from router.fleet import Fleet
 from router.learned import Learned
 from router.ledger import Ledger
+from router.planning import Params
 from router.policies import Policy, make_policy
 from router.record import DecisionRecord, RecordStore, explain_lines
 from router.signals import Features, Footprint, RequestView, Snapshot, WorkerView
 
 NOT_THE_HOLDERS_FAULT = frozenset({TransferCancelledError.code, CapacityError.code})
+
+
+SECOND_PART = "+"
+"""Behind the id of a decision, or of a request in the ledger: the part that goes on after a hand-over."""
 
 
 class Directory(Protocol):
@@ -130,6 +135,9 @@ class RouterCore:
             exclude=meta.exclude | self._too_small(meta),
             chain=meta.chain,
         )
+        decoders = self._fleet.decoders()
+        if decoders:
+            snapshot = roles.narrow(request, snapshot, decoders)
         decision = self._policy.choose(request, snapshot, self._rng)
         self._decided += 1
         decision_id = f"{self._router_id}-{self._decided}"
@@ -137,6 +145,7 @@ class RouterCore:
         for key in self._ledger.reserve(meta.request_id, decision.promise, now_ns):
             self._fleet.set_totals(key, self._ledger.totals(key))
         self._fleet.note_arrival(decision.position, now_ns)
+        part = self._hand_over(request, snapshot, decision, decoders, decision_id) if decoders else None
         self._by_kind[decision.plan.kind.value] += 1
         view = snapshot.workers[decision.position]
         return Route(
@@ -146,7 +155,25 @@ class RouterCore:
             worker=view.key,
             control_address=view.control_address,
             plan=decision.plan,
+            hand_over=part,
         )
+
+    def _hand_over(
+        self,
+        request: RequestView,
+        snapshot: Snapshot,
+        decision: Decision,
+        decoders: tuple[int, ...],
+        decision_id: str,
+    ) -> HandOver | None:
+        part = roles.hand_over(request, snapshot, Params(), decision, decoders, f"{decision_id}{SECOND_PART}")
+        if part is None:
+            return None
+        self._counters["hand_overs"] += 1
+        promise = roles.promise_of(snapshot, decision.position, part)
+        for key in self._ledger.reserve(_second(request.request_id), promise, snapshot.now_ns):
+            self._fleet.set_totals(key, self._ledger.totals(key))
+        return part
 
     def snapshot(self, chain: Sequence[BlockHash], now_ns: int) -> Snapshot:
         """What a decision about this chain would see now. Valid until the next call of any method.
@@ -174,8 +201,9 @@ class RouterCore:
 
     def release(self, request_id: RequestId) -> None:
         """The request will not run (cancelled, or its worker could not be reached): drop its promises."""
-        for key in self._ledger.release(request_id, self._clock_ns()):
-            self._fleet.set_totals(key, self._ledger.totals(key))
+        for part in (request_id, _second(request_id)):
+            for key in self._ledger.release(part, self._clock_ns()):
+                self._fleet.set_totals(key, self._ledger.totals(key))
 
     # ---- hearing
 
@@ -228,7 +256,10 @@ class RouterCore:
             self.outcome(outcome)
         curve = self._learned.prefills.curve(key.worker_id).beside(report.load.running_requests)
         work_ns = cost.queue_ns(report.load, curve)
-        self._ledger.on_report(key, work_ns, report.load.served_request_ids, now_ns)
+        served = report.load.served_request_ids
+        if len(self._ledger):
+            served += tuple(_second(request) for request in served)
+        self._ledger.on_report(key, work_ns, served, now_ns)
         self._fleet.set_load(key, report.load, now_ns)
         self._fleet.set_curve(key, curve)
         self._fleet.set_totals(key, self._ledger.totals(key))
@@ -239,8 +270,12 @@ class RouterCore:
         """What became of a routed request. Outcomes of other routers' decisions are ignored."""
         if not outcome.decision_id.startswith(f"{self._router_id}-"):
             return
-        for key in self._ledger.release(outcome.request_id, self._clock_ns()):
+        second = outcome.decision_id.endswith(SECOND_PART)
+        promised = _second(outcome.request_id) if second else outcome.request_id
+        for key in self._ledger.release(promised, self._clock_ns()):
             self._fleet.set_totals(key, self._ledger.totals(key))
+        if second:
+            return  # the record is about the first token
         if self._records.join(outcome) is None:
             self._counters["outcomes_without_record"] += 1
             return
@@ -391,3 +426,8 @@ class RouterCore:
             }
             for (holder, reader, tier), (curve, samples, num_bytes) in sorted(self._learned.links.known().items())
         ]
+
+
+def _second(request_id: RequestId) -> RequestId:
+    """The name under which the ledger keeps what a hand-over promises."""
+    return RequestId(f"{request_id}{SECOND_PART}")

@@ -41,6 +41,7 @@ class Fleet:
         self._fastest: PrefillCurve | None = None
         self._oldest_report_ns: float | None = None
         self._pressure: Floats | None = None
+        self._decoders: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -146,6 +147,10 @@ class Fleet:
             self._pressure = np.minimum(rates / mean, MAX_PRESSURE) if mean > 0.0 else np.ones(len(rates))
         return self._pressure
 
+    def decoders(self) -> tuple[int, ...]:
+        """Positions of the decode workers that live."""
+        return self._decoders
+
     def oldest_report_ns(self) -> float:
         """Since when the most silent member's report is due."""
         if self._oldest_report_ns is None:
@@ -199,6 +204,7 @@ class Fleet:
         self._fastest = None
         self._oldest_report_ns = None
         self._pressure = None
+        self._find_decoders()
 
     def _classify(self, position: int) -> None:
         view = self.workers[position]
@@ -206,3 +212,11 @@ class Fleet:
         self.columns.holder[position] = alive
         open_to_requests = alive and view.role is not Role.DECODE
         self.columns.closed_ns[position] = 0.0 if open_to_requests else math.inf
+        self._find_decoders()
+
+    def _find_decoders(self) -> None:
+        self._decoders = tuple(
+            position
+            for position, view in enumerate(self.workers)
+            if view.role is Role.DECODE and view.state is MemberState.ALIVE
+        )

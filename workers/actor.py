@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import logging
 import os
 import threading
@@ -20,14 +21,14 @@ import ray
 from kvpool.errors import InvariantViolation, KVPoolError, RequestError, UnavailableError
 from kvpool.hashing import set_digest
 from kvpool.metadata.disturbance import Disturbance
-from kvpool.plan import Route
+from kvpool.plan import HandOver, Route
 from kvpool.request import GenerateRequest, TokenChunk
 from kvpool.store.selection import Selection
 from kvpool.tokenizer import TokenizerFiles
 from kvpool.transport.shaping import LinkShape, ShapingTransport
 from kvpool.types import RequestId, WorkerEpoch, WorkerId, WorkerKey
 from workers.assemble import AssembledWorker, Evicted, Leaving, WorkerReady, WorkerSpec, assemble_worker
-from workers.puller import PullOrder, PullResult
+from workers.puller import MAX_FOLLOWED, PullOrder, PullResult
 
 MAX_CONCURRENT_CALLS = 1000
 BOOT_RETRY_S = 5.0
@@ -44,6 +45,7 @@ class WorkerActor:
         self._spec = spec
         self._key = WorkerKey(spec.worker_id, WorkerEpoch(time.time_ns()))
         self._restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        self._followers = concurrent.futures.ThreadPoolExecutor(MAX_FOLLOWED, thread_name_prefix="kvpool-follow")
         self._booted: concurrent.futures.Future[AssembledWorker] = concurrent.futures.Future()
         threading.Thread(target=self._boot, name="kvpool-boot", daemon=True).start()
 
@@ -102,6 +104,27 @@ class WorkerActor:
         finally:
             if not finished:
                 worker.core.cancel(request.request_id, route.decision_id)
+
+    async def follow(self, request: GenerateRequest, part: HandOver) -> int:
+        """Load the prompt of a request that will go on here while another worker computes it.
+
+        Returns:
+            Leading blocks of the prompt that are here now.
+
+        Raises:
+            UnavailableError: the hand-over names another incarnation, or this one cannot load.
+            CapacityError: too many prompts are followed.
+        """
+        worker = self._worker()
+        if part.worker != self._key:
+            raise UnavailableError(f"the hand-over names {part.worker}, but this is {self._key}; ask the router again")
+        call = functools.partial(worker.core.follow, request, part.plan, part.decision_id)
+        return (await asyncio.get_running_loop().run_in_executor(self._followers, call)).held
+
+    async def unfollow(self, decision_id: str) -> None:
+        """The request of a hand-over does not come any more."""
+        if self._booted.done():
+            self._worker().core.unfollow(decision_id)
 
     async def cancel(self, request_id: RequestId, decision_id: str) -> None:
         """Cancel the attempt of a request that ``decision_id`` stands for; unknown ones are fine."""
@@ -194,6 +217,7 @@ class WorkerActor:
         """Leave the pool and release everything. May be repeated."""
         if self._booted.done() and self._booted.exception() is None:
             await asyncio.to_thread(self._booted.result().close)
+        self._followers.shutdown(wait=False, cancel_futures=True)
 
     def _worker(self) -> AssembledWorker:
         if not self._booted.done():

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvpool.config import WorkerConfig
 from kvpool.errors import RequestError, UnavailableError
-from kvpool.hashing import Namespace
+from kvpool.hashing import Namespace, block_hashes
 from kvpool.plan import Plan
 from kvpool.reports import LoadSample, PrefillSample, WorkerLoad
 from kvpool.request import GenerateRequest
@@ -35,7 +35,7 @@ from workers.engine_loop import EngineLoop, LoopParts, Sink
 from workers.flights import Flights, open_ended
 from workers.gate import Gate
 from workers.ports import Loader, Publisher
-from workers.puller import Puller, PullOrder, PullResult
+from workers.puller import Puller, PullOrder, PullResult, PullSource
 from workers.queue_load import queue_load
 from workers.reporter import Reporter
 from workers.scheduler import Scheduler
@@ -171,6 +171,7 @@ class WorkerCore:
         if self._draining:
             raise UnavailableError(f"worker {self._parts.key} drains and takes no new requests; use another worker")
         self._require_servable(request)
+        self._puller.unfollow(decision_id)
         table = BlockTable(self._parts.namespace_for(request.tenant).root(), self._block_tokens)
         plan = open_ended(plan) if self._flights.can_load else replace(plan, loads=())
         now_ns = self._parts.clock_ns()
@@ -209,6 +210,21 @@ class WorkerCore:
     def pull(self, order: PullOrder) -> PullResult:
         """Load a chain that no request waits for; see `workers.puller.Puller.pull`."""
         return self._puller.pull(order)
+
+    def follow(self, request: GenerateRequest, plan: Plan, decision_id: str) -> PullResult:
+        """Load a prompt while the worker that the plan names computes it, because the request goes on here; see
+        `workers.puller.Puller.follow`."""
+        chain = block_hashes(request.prompt + request.generated, self._parts.namespace_for(request.tenant))
+        sources = tuple(
+            PullSource(part.holder, part.transport, part.data_address, min(part.stop, len(chain)))
+            for part in plan.loads
+        )
+        order = PullOrder(request.tenant, chain, sources, plan.load_deadline_ns, patient=True)
+        return self._puller.follow(order, decision_id)
+
+    def unfollow(self, decision_id: str) -> None:
+        """The followed request is here now, or over."""
+        self._puller.unfollow(decision_id)
 
     def evict(self, selection: Selection) -> Purge:
         """Evict what is selected and not needed now."""

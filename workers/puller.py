@@ -1,18 +1,22 @@
-"""Loads that no request waits for: copies an administrator wants here, and what a draining worker leaves behind.
+"""Loads that no request waits for: copies an administrator wants here, what a draining worker leaves behind, and the
+prompts of requests that will come here from a prefill worker.
 
-One at a time, on the caller's thread, with a deadline. What arrives verified and without a gap behind what is held is
-sealed like any other block; the rest is dropped. Requests come first: a pull takes only pages that leave room for
-every running one. The pages of a pull belong to it until its load is terminal, whatever becomes of the caller.
+Pulls run one at a time, followed prompts side by side, on the caller's thread, with a deadline. What arrives verified
+and without a gap behind what is held is sealed like any other block; the rest is dropped. Requests come first: a pull
+takes only pages that leave room for every running one. The pages of a pull belong to it until its load is terminal,
+whatever becomes of the caller.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvpool.errors import CapacityError, DeadlineError, KVPoolError, TransferError, UnavailableError
+from kvpool.errors import CapacityError, DeadlineError, KVPoolError, StaleError, TransferError, UnavailableError
 from kvpool.plan import HolderRef, LoadSlice, Plan, PlanKind
 from kvpool.store.segment import SealRequest, Segment
 from kvpool.types import BlockHash, BlockId, RequestId, Tier, WorkerKey
@@ -23,6 +27,11 @@ POLL_S = 0.05
 """A load that waits for nothing but its own deadline must be looked at to notice it."""
 
 CLOSE_S = 5.0
+MAX_FOLLOWED = 16
+FIRST_LOOK_S, LAST_LOOK_S = 0.005, 0.05
+"""Between two looks at a holder that computes: short after something came, longer while nothing does."""
+
+MAX_FAILED_LOOKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +53,14 @@ class PullOrder:
         chain: block hashes from the first block on.
         sources: who has it, to be tried in this order.
         deadline_ns: budget from now.
+        patient: the first source may still be computing.
     """
 
     tenant: str
     chain: tuple[BlockHash, ...]
     sources: tuple[PullSource, ...]
     deadline_ns: int
+    patient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +112,9 @@ class Puller:
         self._on_end = on_end
         self._turn = threading.Lock()
         self._closing = threading.Event()
-        self._number = 0
-        self.busy = False
-        """Pages are in use by a pull. Read under the lock."""
+        self._number = itertools.count(1)
+        self._in_use = 0
+        self._followed: dict[str, threading.Event] = {}
         self.counters: Counter[str] = Counter()
 
     def pull(self, order: PullOrder) -> PullResult:
@@ -122,15 +133,73 @@ class Puller:
         finally:
             self._turn.release()
 
+    def follow(self, order: PullOrder, name: str) -> PullResult:
+        """Load a chain block by block while its holder computes it; until it is whole, `unfollow`, or the deadline.
+
+        Args:
+            order: patient; its only source computes.
+            name: for `unfollow`.
+
+        Raises:
+            UnavailableError: there is no data plane, or the worker closes.
+            CapacityError: too many are followed.
+        """
+        if self._loader is None or self._closing.is_set():
+            raise UnavailableError("this worker cannot load blocks now: it is closing or has no data plane")
+        enough = threading.Event()
+        with self._lock:
+            if len(self._followed) >= MAX_FOLLOWED or name in self._followed:
+                raise CapacityError(f"{len(self._followed)} prompts are followed already; the load comes later")
+            self._followed[name] = enough
+            self.counters["prompts_followed"] += 1
+        try:
+            return self._follow(order, self._loader, enough)
+        finally:
+            with self._lock:
+                del self._followed[name]
+
+    def unfollow(self, name: str) -> None:
+        """The request is here now, or over: what is missing is no longer waited for. Unknown names are fine."""
+        with self._lock:
+            enough = self._followed.get(name)
+        if enough is not None:
+            enough.set()
+
+    @property
+    def busy(self) -> bool:
+        """Pages are in use by a pull. Read under the lock."""
+        return self._in_use > 0
+
     def close(self) -> None:
         """Give up what runs and wait for it, bounded. No pull starts after this."""
         self._closing.set()
+        with self._lock:
+            for enough in self._followed.values():
+                enough.set()
+        deadline_s = time.monotonic() + CLOSE_S
         if self._turn.acquire(timeout=CLOSE_S):
             self._turn.release()
+        while self._followed and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
 
     # -- private
 
-    def _pull(self, order: PullOrder, loader: Loader) -> PullResult:
+    def _follow(self, order: PullOrder, loader: Loader, enough: threading.Event) -> PullResult:
+        end_s = time.monotonic() + order.deadline_ns / 1e9
+        look_s, failed = FIRST_LOOK_S, 0
+        held_before: int | None = None
+        while True:
+            left_ns = max(1, int((end_s - time.monotonic()) * 1e9))
+            result = self._pull(replace(order, deadline_ns=left_ns), loader, enough)
+            held_before = result.held_before if held_before is None else held_before
+            look_s = FIRST_LOOK_S if result.held > result.held_before else min(2 * look_s, LAST_LOOK_S)
+            failed = failed + 1 if result.failures else 0
+            over = enough.is_set() or self._closing.is_set() or time.monotonic() >= end_s
+            if result.held == result.blocks or over or failed == MAX_FAILED_LOOKS:
+                return replace(result, held_before=held_before)
+            enough.wait(look_s)
+
+    def _pull(self, order: PullOrder, loader: Loader, enough: threading.Event | None = None) -> PullResult:
         wanted = min(len(order.chain), max((source.blocks for source in order.sources), default=0))
         pull = self._reserve_pages(order, wanted)
         if not pull.pages:
@@ -138,21 +207,22 @@ class Puller:
             no_room = (CapacityError.code,) if len(pull.held) < wanted else ()
             return PullResult(wanted, len(pull.held), len(pull.held), no_room)
         self.counters["pulls"] += 1
-        self._number += 1
         offsets = {index: self._segment.offset(page) for index, page in pull.pages.items()}
         try:
-            load = loader.start(RequestId(f"pull-{self._number}"), _plan(order, pull.pages), order.chain, offsets)
+            load = loader.start(RequestId(f"pull-{next(self._number)}"), _plan(order, pull.pages), order.chain, offsets)
         except KVPoolError as error:
             self.counters[f"pull_failures.{error.code}"] += 1
             self._finish(pull, order, frozenset())
             return PullResult(wanted, len(pull.held), len(pull.held), (error.code,))
-        self._outlast(load)
+        self._outlast(load, enough)
         progress = load.progress()
-        for code in progress.failures:
+        failures = tuple(code for code in progress.failures if not (order.patient and code == StaleError.code))
+        for code in failures:
             self.counters[f"pull_failures.{code}"] += 1
         fresh = self._finish(pull, order, frozenset(progress.arrived))
         self.counters["pulled_blocks"] += fresh
-        failures = tuple(progress.failures) or ((TransferError.code,) if fresh < len(pull.pages) else ())
+        if not failures and not order.patient and fresh < len(pull.pages):
+            failures = (TransferError.code,)
         return PullResult(wanted, len(pull.held), len(pull.held) + fresh, failures)
 
     def _reserve_pages(self, order: PullOrder, wanted: int) -> _Pull:
@@ -164,15 +234,15 @@ class Puller:
             after = held[-1] if held else None
             pages = self._segment.allocate(count, after, order.tenant).block_ids if count > 0 else ()
             self._segment.begin_flight(pages)
-            self.busy = True
+            self._in_use += 1
             return _Pull(held, dict(enumerate(pages, len(held))))
 
-    def _outlast(self, load: Load) -> None:
+    def _outlast(self, load: Load, enough: threading.Event | None) -> None:
         """Wait until nothing lands any more. The load's own deadline and the transport's fence bound it."""
         changed = threading.Event()
         load.on_change(lambda _: changed.set())
         while not load.progress().terminal:
-            if self._closing.is_set():
+            if self._closing.is_set() or (enough is not None and enough.is_set()):
                 load.cancel()
             changed.wait(POLL_S)
             changed.clear()
@@ -190,7 +260,7 @@ class Puller:
         kept = segment.seal(run)
         with self._lock:
             segment.release([*pull.held, *kept, *list(pull.pages.values())[len(run) :]])
-            self.busy = False
+            self._in_use -= 1
         self._on_end()
         return len(run)
 
@@ -212,4 +282,6 @@ def _plan(order: PullOrder, indices: Collection[int]) -> Plan:
             if other.transport == best.transport
         ),
     )
-    return Plan(PlanKind.LOAD, (piece,), load_deadline_ns=order.deadline_ns, stall_ns=PULL_STALL_NS)
+    return Plan(
+        PlanKind.LOAD, (piece,), load_deadline_ns=order.deadline_ns, stall_ns=PULL_STALL_NS, patient=order.patient
+    )

@@ -21,7 +21,7 @@ from ray.actor import ActorHandle
 from kvpool.cluster.ray_auth import MODE_VARIABLE, TOKEN_VARIABLE, find_token
 from kvpool.errors import DeadlineError, KVPoolError, RequestError, UnavailableError
 from kvpool.hashing import Namespace
-from kvpool.plan import Route
+from kvpool.plan import HandOver, Route
 from kvpool.request import GenerateRequest, TokenChunk
 from kvpool.tokenizer import TokenizerFiles
 from kvpool.types import WorkerId, WorkerKey
@@ -150,6 +150,26 @@ class ClusterConnection:
         finally:
             if generator is not None and not finished:
                 self._cancel_quietly(route)
+
+    async def follow(self, request: GenerateRequest, part: HandOver, timeout_s: float) -> bool:
+        """Have the decode worker load a prompt while it is computed. It only shortens what comes: whatever goes wrong,
+        the worker redoes or loads the rest when the request comes.
+
+        Returns:
+            Whether the worker did what it could.
+        """
+        try:
+            await self.call(part.control_address, "follow", request, part, timeout_s=timeout_s)
+        except KVPoolError:
+            return False
+        return True
+
+    def unfollow(self, part: HandOver) -> None:
+        """The request does not come there; the worker stops to follow by itself at the plan's deadline anyway."""
+        try:
+            self._actor(part.control_address).unfollow.remote(part.decision_id)
+        except (UnavailableError, ray.exceptions.RayError):
+            return
 
     async def _next(self, generator: Any, key: WorkerKey, deadline_s: float) -> Any:
         """Next reference, None at the end. A silent worker is checked against the membership once a second."""

@@ -204,7 +204,7 @@ class Load:
             return
         del self._reads[read_id]
         failure = None if progress.error is None else progress.error.code
-        self._loader.sample(reading.start, progress, failure)
+        self._loader.sample(reading.start, progress, failure, patient=self._plan.patient)
         self._take(Ended(read_id, fresh, failure, blames_holder(progress.error)))
 
 
@@ -286,12 +286,14 @@ class Loader:
         peer = Peer(source.holder, source.address)
         return self._transport.read(ReadRequest(peer, blocks, start.deadline_ns, stall_ns, urgency_ns))
 
-    def sample(self, start: StartRead, progress: ReadProgress, failure: str | None) -> None:
+    def sample(self, start: StartRead, progress: ReadProgress, failure: str | None, *, patient: bool) -> None:
         """Report how a read went. One that we gave up ourselves is reported too, as cancelled: a link whose loads are
-        overtaken again and again must be seen."""
+        overtaken again and again must be seen. That blocks are not there yet is nothing to report of a patient load."""
         arrived = progress.statuses.count(BlockStatus.ARRIVED)
         if failure is None and arrived < len(start.indices):
-            failure = StaleError.code
+            if patient and not arrived:
+                return
+            failure = None if patient else StaleError.code
         self.on_sample(LoadSample(start.source.holder, progress.bytes_arrived, arrived, progress.elapsed_ns, failure))
 
 

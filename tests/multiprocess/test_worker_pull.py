@@ -5,23 +5,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
-from kvpool.errors import UnavailableError
+from kvpool.errors import CapacityError, IncompatibleError, UnavailableError
 from kvpool.hashing import block_hashes
 from kvpool.metadata.membership import DirectoryLimits
 from kvpool.metadata.pins import Pin, Tending
 from kvpool.metadata.state import DirectoryState
+from kvpool.plan import Plan, PlanKind
 from kvpool.store.selection import Selection
 from kvpool.transport.memory import MemoryTransport
 from kvpool.types import BlockHash, Tier, WorkerEpoch, WorkerId, WorkerKey
 from tests.contract.metadata_support import member
+from tests.multiprocess.cluster_kit import wait_until
 from tests.multiprocess.test_worker_core import BLOCK_TOKENS, FAKE, Pool
 from tests.worker_support import make_request
 from workers.core import WorkerCore
 from workers.housekeeping import Housekeeper
-from workers.puller import PullOrder, PullSource
+from workers.puller import MAX_FAILED_LOOKS, MAX_FOLLOWED, PullOrder, PullSource
 
 SECOND_NS = 1_000_000_000
 
@@ -206,3 +209,64 @@ def test_housekeeping_learns_which_copies_live_elsewhere_and_those_leave_first(p
     gone = 6 - len(first.segment.match(chain_of(first, shared)))
     assert gone >= min(1, spare)
     assert len(first.segment.match(chain_of(first, own))) == 6
+
+
+def following(pool: Pool, blocks: int, deadline_ns: int) -> Plan:
+    piece = pool.slice(0, 0, blocks)
+    return Plan(PlanKind.LOAD, (piece,), load_deadline_ns=deadline_ns, stall_ns=SECOND_NS, patient=True)
+
+
+def test_a_prompt_is_followed_while_its_holder_computes_it_and_no_failure_is_reported(pool: Pool) -> None:
+    first, second = pool.add(), pool.add()
+    prompt = pool.prompt(42)
+    request = make_request("prompt", prompt, 1)
+    with ThreadPoolExecutor(1) as threads:
+        followed = threads.submit(second.follow, request, following(pool, 10, 20 * SECOND_NS), "d1")
+        wait_until(lambda: second.counters().get("pulls", 0) > 1, 10.0, "it looks before anything is there")
+        pool.run(first, request)
+        result = followed.result(20)
+    assert (result.held, result.failures) == (10, ())
+    assert not [name for name in second.counters() if name.startswith("pull_failures.")]
+    samples = [sample for item in pool.publishers[1].reports for sample in item.loads]
+    assert not [sample for sample in samples if sample.failure is not None]
+
+
+def test_following_ends_at_its_deadline_with_the_request_and_with_the_worker(pool: Pool) -> None:
+    pool.add()
+    second = pool.add()
+    request = make_request("never", pool.prompt(42), 1)
+    assert second.follow(request, following(pool, 10, SECOND_NS // 10), "late").held == 0
+    patient = following(pool, 10, 60 * SECOND_NS)
+    with ThreadPoolExecutor(2) as threads:
+        first, other = (threads.submit(second.follow, request, patient, name) for name in ("a", "b"))
+        wait_until(lambda: second.counters().get("prompts_followed", 0) == 3, 10.0, "both are followed")
+        second.unfollow("a")
+        assert first.result(10).held == 0
+        assert not other.done()
+        second.close()
+        assert other.result(10).held == 0
+
+
+def test_a_follower_gives_up_a_holder_that_fails_again_and_again(pool: Pool) -> None:
+    pool.add()
+    second = pool.add()
+    request = make_request("prompt", pool.prompt(42), 1)
+    plan = following(pool, 10, 60 * SECOND_NS)
+    plan = replace(plan, loads=(replace(plan.loads[0], transport="another"),))
+    result = second.follow(request, plan, "d")
+    assert (result.held, result.failures) == (0, (IncompatibleError.code,))
+    assert second.counters()["pulls"] == MAX_FAILED_LOOKS
+
+
+def test_only_so_many_prompts_are_followed(pool: Pool) -> None:
+    pool.add()
+    second = pool.add()
+    request = make_request("never", pool.prompt(42), 1)
+    patient = following(pool, 10, 60 * SECOND_NS)
+    with ThreadPoolExecutor(MAX_FOLLOWED) as threads:
+        running = [threads.submit(second.follow, request, patient, f"d{number}") for number in range(MAX_FOLLOWED)]
+        wait_until(lambda: second.counters().get("prompts_followed", 0) == MAX_FOLLOWED, 20.0, "all are followed")
+        with pytest.raises(CapacityError):
+            second.follow(request, patient, "one more")
+        second.close()
+        assert [item.result(10).held for item in running] == [0] * MAX_FOLLOWED

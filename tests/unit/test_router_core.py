@@ -111,15 +111,16 @@ def test_a_promise_ends_after_a_bound_without_any_report() -> None:
     assert core.status()["promises"] == 1
 
 
-def test_excluded_suspect_draining_and_decode_workers_are_not_chosen() -> None:
+def test_excluded_suspect_and_draining_workers_are_not_chosen_and_decode_workers_last() -> None:
     core, _, _ = make_core(workers=4)
     core.on_member_change(member(1), MemberState.SUSPECT)
     core.on_member_change(member(2), MemberState.DRAINING)
     core.on_member_change(member(9, role=Role.DECODE), MemberState.ALIVE)
     routes = [core.route(meta(f"r{i}", exclude=frozenset({key(0)}))) for i in range(8)]
     assert {route.worker for route in routes} == {key(3)}
+    assert core.route(meta("x", exclude=frozenset({key(0), key(3)}))).worker == key(9)
     with pytest.raises(UnavailableError, match="no worker can take"):
-        core.route(meta("x", exclude=frozenset({key(0), key(3)})))
+        core.route(meta("y", exclude=frozenset({key(0), key(3), key(9)})))
 
 
 def test_an_idle_worker_may_be_silent_and_a_busy_one_may_not() -> None:

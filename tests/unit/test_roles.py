@@ -1,0 +1,139 @@
+"""Prefill and decode workers: who prefills, who goes on, and when nothing is handed over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvpool.errors import UnavailableError
+from kvpool.plan import PlanKind
+from kvpool.reports import RequestOutcome, WorkerLoad
+from kvpool.types import MemberState, Role, Tier, WorkerId
+from router.core import RequestMeta, RouterCore
+from tests.unit.router_kit import FakeDirectory, S, chain, key, member, report
+from tests.unit.test_router_core import Clock, meta
+
+PREFILL, DECODE, MIXED = Role.PREFILL, Role.DECODE, Role.MIXED
+
+
+def core_of(*roles: Role) -> tuple[RouterCore, FakeDirectory, Clock]:
+    directory, clock = FakeDirectory(), Clock()
+    core = RouterCore(directory, clock)
+    for number, role in enumerate(roles):
+        core.on_member_change(member(number, role=role), MemberState.ALIVE)
+        core.on_report(report(number, 0))
+    return core, directory, clock
+
+
+def asks(name: str = "r", tokens: int = 1610, **more: object) -> RequestMeta:
+    return RequestMeta(meta(name).request_id, tokens, chain(tokens), **{"max_tokens": 50, **more})  # type: ignore[arg-type]
+
+
+def test_a_long_prompt_is_prefilled_by_one_and_decoded_by_another_that_loads_it_meanwhile() -> None:
+    core, _, _ = core_of(PREFILL, DECODE)
+    route = core.route(asks())
+    assert route.worker == key(0)
+    part = route.hand_over
+    assert part is not None
+    assert (part.worker, part.control_address) == (key(1), "actor-1")
+    assert part.decision_id != route.decision_id
+    (piece,) = part.plan.loads
+    assert (piece.start, piece.stop, piece.holder, piece.data_address) == (0, 100, key(0), b"addr-0")
+    assert part.plan.patient
+    assert part.plan.load_deadline_ns > route.plan.predicted_ttft_ns
+    assert part.plan.stall_ns > 0
+
+
+@pytest.mark.parametrize("roles", [(MIXED, MIXED), (PREFILL, MIXED), (PREFILL, PREFILL)])
+def test_without_a_decode_worker_nothing_is_handed_over(roles: tuple[Role, ...]) -> None:
+    core, _, _ = core_of(*roles)
+    assert core.route(asks()).hand_over is None
+
+
+def test_a_mixed_worker_keeps_what_it_prefilled() -> None:
+    core, directory, _ = core_of(MIXED, PREFILL, DECODE)
+    directory.held[key(0)] = {Tier.HOST: 90}
+    route = core.route(asks())
+    assert (route.worker, route.hand_over) == (key(0), None)
+
+
+def test_a_single_token_needs_no_decode_worker() -> None:
+    core, _, _ = core_of(PREFILL, DECODE)
+    route = core.route(asks(max_tokens=1))
+    assert (route.worker, route.hand_over) == (key(0), None)
+
+
+def test_short_prompts_and_prompts_that_the_decode_worker_holds_go_there_alone() -> None:
+    core, directory, _ = core_of(PREFILL, DECODE)
+    short = core.route(asks("short", tokens=9))
+    assert (short.worker, short.hand_over) == (key(1), None)
+    directory.held[key(1)] = {Tier.HOST: 100}
+    cached = core.route(asks("cached"))
+    assert (cached.worker, cached.hand_over) == (key(1), None)
+    assert cached.plan.kind is PlanKind.REDO
+
+
+def test_the_decode_worker_with_the_fewest_requests_goes_on_and_a_burst_spreads() -> None:
+    core, _, _ = core_of(PREFILL, PREFILL, DECODE, DECODE, DECODE)
+    core.on_report(report(2, 1, WorkerLoad(running_requests=2)))
+    chosen = []
+    for number in range(7):
+        part = core.route(asks(f"r{number}")).hand_over
+        assert part is not None
+        chosen.append(part.worker)
+    assert {worker: chosen.count(worker) for worker in chosen} == {key(2): 1, key(3): 3, key(4): 3}
+
+
+def test_what_a_hand_over_promised_is_settled_when_the_decode_worker_reports_it() -> None:
+    core, _, clock = core_of(PREFILL, DECODE)
+    request = asks()
+    core.route(request)
+    before = core.snapshot((), clock.now_ns).columns
+    assert before.requests.tolist() == [1, 1]
+    assert before.in_free_ns[1] > clock.now_ns
+    assert before.out_free_ns[0] > clock.now_ns
+    core.on_report(report(1, 1, WorkerLoad(running_requests=1, served_request_ids=(request.request_id,))))
+    assert core.snapshot((), clock.now_ns).columns.requests.tolist() == [1, 1]
+    core.on_report(report(1, 2, WorkerLoad(served_request_ids=())))
+    assert core.snapshot((), clock.now_ns).columns.requests.tolist() == [1, 0]
+    core.release(request.request_id)
+    assert core.snapshot((), clock.now_ns).columns.requests.tolist() == [0, 0]
+
+
+def test_the_outcome_of_the_second_part_is_not_taken_for_that_of_the_decision() -> None:
+    core, _, _ = core_of(PREFILL, DECODE)
+    route = core.route(asks())
+    assert route.hand_over is not None
+    outcome = RequestOutcome(route.request_id, route.hand_over.decision_id, WorkerId("w1"), S, 0, 0, 17, 0, 0, 0)
+    core.outcome(outcome)
+    record = core.record(route.request_id)
+    assert record is not None
+    assert record.outcome is None
+    core.outcome(replace(outcome, decision_id=route.decision_id, tokens_redone=1610))
+    record = core.record(route.request_id)
+    assert record is not None
+    assert record.outcome is not None
+    assert record.outcome.tokens_redone == 1610
+
+
+def test_decode_workers_do_everything_when_nobody_else_can() -> None:
+    core, _, _ = core_of(PREFILL, DECODE)
+    failed = core.route(asks(exclude=frozenset({key(0)})))
+    assert (failed.worker, failed.hand_over) == (key(1), None)
+    core.on_member_change(member(0, role=PREFILL), MemberState.SUSPECT)
+    assert core.route(asks("again")).worker == key(1)
+
+
+def test_prefill_workers_do_everything_when_nobody_else_can() -> None:
+    core, _, _ = core_of(PREFILL, DECODE)
+    failed = core.route(asks(exclude=frozenset({key(1)})))
+    assert (failed.worker, failed.hand_over) == (key(0), None)
+    core.on_member_change(member(1, role=DECODE), MemberState.DRAINING)
+    assert core.route(asks("again")).hand_over is None
+
+
+def test_nobody_left_is_a_typed_error() -> None:
+    core, _, _ = core_of(PREFILL, DECODE)
+    with pytest.raises(UnavailableError):
+        core.route(asks(exclude=frozenset({key(0), key(1)})))
