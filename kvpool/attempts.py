@@ -13,7 +13,15 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvpool.errors import CapacityError, DeadlineError, DuplicateError, KVPoolError, StaleError, UnavailableError
+from kvpool.errors import (
+    CapacityError,
+    DeadlineError,
+    DuplicateError,
+    KVPoolError,
+    OverloadError,
+    StaleError,
+    UnavailableError,
+)
 from kvpool.plan import PlanKind, Route
 from kvpool.request import FinishReason, GenerateRequest, RequestStats, TokenChunk
 from kvpool.types import WorkerId, WorkerKey
@@ -49,6 +57,7 @@ class Attempts:
         self._request = request
         self._cancelled = cancelled
         self._deadline_s = deadline_s
+        self._started_s = time.monotonic()
         self._delivered: list[int] = []
         self._excluded: set[WorkerKey] = set()
         self._failed: set[WorkerKey] = set()
@@ -61,6 +70,7 @@ class Attempts:
 
         Raises:
             DeadlineError: the budget is over.
+            OverloadError: its limits cannot be met.
             UnavailableError: too many attempts failed in a row, or there is no cluster any more.
             KVPoolError: the request was refused or cannot be served.
         """
@@ -85,11 +95,13 @@ class Attempts:
                 self._weigh(error, route)
             if time.monotonic() + backoff_s >= self._deadline_s:
                 raise self._too_late(last_error) from last_error
-            await self._pause(backoff_s)
+            await self._pause(_retry_after_s(last_error) or backoff_s)
             backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
 
     def _weigh(self, error: KVPoolError, route: Route | None) -> None:
         """What an attempt's end says about the next one; raises when there should be none."""
+        if isinstance(error, OverloadError):
+            raise error  # its limits cannot be met: that is for the user to decide
         if isinstance(error, CapacityError):
             return  # full, not broken: wait and ask again, anyone may be free by then
         if route is None:
@@ -198,7 +210,10 @@ class Attempts:
     def _current(self) -> GenerateRequest:
         """The request as it stands: what was delivered is context now, and the budget has shrunk."""
         return replace(
-            self._request, generated=tuple(self._delivered), timeout_ns=max(1, int(self._remaining_s() * 1e9))
+            self._request,
+            generated=tuple(self._delivered),
+            timeout_ns=max(1, int(self._remaining_s() * 1e9)),
+            elapsed_ns=self._request.elapsed_ns + int((time.monotonic() - self._started_s) * 1e9),
         )
 
     def _remaining_s(self) -> float:
@@ -207,6 +222,12 @@ class Attempts:
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._cancelled.wait(), seconds)
+
+
+def _retry_after_s(error: KVPoolError) -> float | None:
+    """When the router wants to be asked again, None when it did not say."""
+    asked = error.details.get("retry_after_s")
+    return min(float(asked), MAX_BACKOFF_S) if isinstance(error, CapacityError) and asked else None
 
 
 async def _give_up(future: asyncio.Future[Any]) -> None:

@@ -29,7 +29,7 @@ from kvpool.attempts import FIRST_BACKOFF_S, MAX_BACKOFF_S, Attempts, is_final
 from kvpool.config import ClusterConfig
 from kvpool.errors import DeadlineError, DuplicateError, RequestError, UnavailableError
 from kvpool.prompts import Prompt, encode_beside, tuple_of
-from kvpool.request import GenerateRequest, GenerateResult, SamplingParams, TokenChunk, TokenLogprobs
+from kvpool.request import GenerateRequest, GenerateResult, Limits, SamplingParams, TokenChunk, TokenLogprobs
 from kvpool.text import TextStream
 from kvpool.tokenizer import Tokenizer
 from kvpool.types import RequestId
@@ -145,6 +145,10 @@ class AsyncKVPoolClient:
         logprobs: int = 0,
         tenant: str = "",
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        ttft_limit_s: float | None = None,
+        tpot_limit_s: float | None = None,
+        priority: int = 0,
+        may_degrade: bool = False,
         request_id: str | None = None,
     ) -> AsyncGenerator[TextChunk]:
         """Generate and yield text as it comes. Closing the generator cancels the request.
@@ -155,11 +159,15 @@ class AsyncKVPoolClient:
                 `kvpool.request.SamplingParams`.
             tenant: requests of different tenants never share blocks.
             timeout_s: budget for the whole request, from the call on.
+            ttft_limit_s, tpot_limit_s: the first token should come within, and the mean gap after it be at most. A
+                request that is expected to miss a limit is refused at once, unless ``may_degrade``.
+            priority: of requests that wait, the higher goes first.
             request_id: identity for `cancel` and ``kvpool explain``; made up when None.
 
         Raises:
             RequestError: the prompt or an option is malformed; nothing was started.
             DeadlineError: the budget is over.
+            OverloadError: a limit cannot be met now; ``details["retry_after_s"]`` says when to come again.
             UnavailableError: no worker could serve it within its attempts.
         """
         sampling = SamplingParams(
@@ -172,7 +180,14 @@ class AsyncKVPoolClient:
             ignore_eos=ignore_eos,
             logprobs=logprobs,
         )
-        deadline_s = time.monotonic() + _checked_timeout_s(timeout_s)
+        limits = Limits(
+            ttft_ns=_limit_ns(ttft_limit_s, "ttft_limit"),
+            tpot_ns=_limit_ns(tpot_limit_s, "tpot_limit"),
+            priority=priority,
+            may_degrade=may_degrade,
+        )
+        started_s = time.monotonic()
+        deadline_s = started_s + _checked_timeout_s(timeout_s)
         tokenizer, info = await self._first_contact(deadline_s)
         tokens = await encode_beside(tokenizer, prompt)
         _require_fits(tokens, sampling, info.max_context_tokens)
@@ -182,6 +197,8 @@ class AsyncKVPoolClient:
             sampling=sampling,
             tenant=tenant,
             timeout_ns=max(1, int(timeout_s * 1e9)),
+            limits=limits,
+            elapsed_ns=int((time.monotonic() - started_s) * 1e9),
         )
         if request.request_id in self._running:
             raise DuplicateError(f"request id {request.request_id!r} is already running", field="request_id")
@@ -274,6 +291,16 @@ def _require_fits(tokens: tuple[int, ...], sampling: SamplingParams, max_context
             f"{max_context_tokens} in all; shorten the prompt or lower max_tokens",
             field="prompt" if len(tokens) >= max_context_tokens else "max_tokens",
         )
+
+
+def _limit_ns(seconds: float | None, field: str) -> int | None:
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= MAX_TIMEOUT_S:
+        raise RequestError(
+            f"{field} must be a number of seconds above 0 and up to {MAX_TIMEOUT_S:.0f}, got {seconds!r}", field=field
+        )
+    return max(1, int(seconds * 1e9))
 
 
 def _checked_timeout_s(timeout_s: float) -> float:

@@ -5,6 +5,7 @@
     │   └── DeadlineError     it did not answer in time     → the same
     ├── StaleError            lease over, epoch fenced, replica gone → look up again, decide again
     ├── CapacityError         full, or over a limit         → back off, or redo the prefill
+    │   └── OverloadError     its limits cannot be met now  → come again after ``details["retry_after_s"]``
     ├── TransferError         a load failed                 → redo the prefill, report the replica
     │   ├── PeerGoneError     the holder died or closed
     │   ├── StallError        no progress within the stall bound
@@ -78,6 +79,12 @@ class CapacityError(KVPoolError):
     """A segment is full or a limit is reached: back off, or redo the prefill."""
 
     code = "capacity"
+
+
+class OverloadError(CapacityError):
+    """The limits that a request carries cannot be met now; it was not started."""
+
+    code = "overloaded"
 
 
 class TransferError(KVPoolError):

@@ -13,6 +13,14 @@ from kvpool.types import PrefillSample, RequestId, WorkerId, WorkerKey
 __all__ = ["LoadSample", "PrefillSample", "RequestOutcome", "WorkerLoad", "WorkerReport"]
 
 
+GOODPUT_MET = "goodput_met"
+GOODPUT_MISSED_TTFT, GOODPUT_MISSED_TPOT = "goodput_missed_ttft", "goodput_missed_tpot"
+"""Counters of finished requests: within all their limits, or the first limit that was missed."""
+
+DECODE_STEPS, DECODE_REQUESTS, DECODE_NS = "decode_steps", "decode_requests", "decode_ns"
+"""Counters of steps that decoded: how many, the requests that decoded in them, their time."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """A worker's queue as of the report.
@@ -77,7 +85,8 @@ class WorkerReport:
     """Everything a worker has to say at one moment. ``sequence`` orders the reports of one epoch.
 
     ``counters`` are running totals since the worker started, by name: loads, load_failures.<code>, evictions,
-    preemptions, bytes_loaded, bytes_served, tokens_cached, tokens_loaded, tokens_redone, requests.
+    preemptions, bytes_loaded, bytes_served, tokens_cached, tokens_loaded, tokens_redone, requests, and those named
+    above.
     """
 
     key: WorkerKey

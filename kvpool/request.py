@@ -10,6 +10,26 @@ from kvpool.types import RequestId, WorkerId
 
 MAX_TOP_LOGPROBS = 20
 MAX_NAME_CHARS = 256
+MAX_PRIORITY = 100
+
+
+def _require_int(value: object, field_name: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RequestError(f"{field_name} must be an integer, got {value!r}", field=field_name)
+
+
+def _require_number(value: object, field_name: str) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise RequestError(f"{field_name} must be a number, got {value!r}", field=field_name)
+
+
+def _require_name(value: object, field_name: str) -> None:
+    """Names travel to router, workers and reports: text of bounded length that UTF-8 can carry."""
+    if not isinstance(value, str) or len(value) > MAX_NAME_CHARS or any(0xD800 <= ord(char) < 0xE000 for char in value):
+        raise RequestError(
+            f"{field_name} must be Unicode text of at most {MAX_NAME_CHARS} characters, got {value!r:.80}",
+            field=field_name,
+        )
 
 
 class FinishReason(Enum):
@@ -73,6 +93,43 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request asks of the service. Without limits it is never refused for being late.
+
+    Attributes:
+        ttft_ns: time to the first token, from the user's call on.
+        tpot_ns: mean gap between tokens after it.
+        priority: of requests that wait, the higher goes first; 0 is everybody's.
+        may_degrade: the limits are goals: rather late than not at all.
+    """
+
+    ttft_ns: int | None = None
+    tpot_ns: int | None = None
+    priority: int = 0
+    may_degrade: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_ns", "tpot_ns"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            field_name = name.replace("_ns", "_limit")
+            _require_int(value, field_name)
+            if not 0 < value < 2**63:
+                raise RequestError(f"{field_name} must be above 0 s, got {value / 1e9:g} s", field=field_name)
+        _require_int(self.priority, "priority")
+        if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
+            raise RequestError(
+                f"priority must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}], got {self.priority}", field="priority"
+            )
+        if not isinstance(self.may_degrade, bool):
+            raise RequestError(f"may_degrade must be true or false, got {self.may_degrade!r}", field="may_degrade")
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One request as it travels from client to router to worker.
 
@@ -84,6 +141,8 @@ class GenerateRequest:
         generated: tokens that an earlier attempt already delivered. They follow the prompt in the context, count
             towards ``max_tokens``, and are not delivered again.
         timeout_ns: the client's budget for the whole request. It is a duration, not a moment, because clocks differ.
+        limits: what it asks of the service.
+        elapsed_ns: how long ago the user's call was when this attempt was sent.
     """
 
     request_id: RequestId
@@ -92,6 +151,8 @@ class GenerateRequest:
     tenant: str = ""
     generated: tuple[int, ...] = ()
     timeout_ns: int = 120_000_000_000
+    limits: Limits = NO_LIMITS
+    elapsed_ns: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -103,6 +164,7 @@ class GenerateRequest:
         _require_int(self.timeout_ns, "timeout")
         if len(self.generated) >= self.sampling.max_tokens:
             raise RequestError("nothing is left to generate", field="generated")
+        _require_int(self.elapsed_ns, "elapsed")
         if self.timeout_ns <= 0:
             raise RequestError(f"timeout must be positive, got {self.timeout_ns} ns", field="timeout")
 
@@ -174,22 +236,3 @@ class GenerateResult:
     finish: FinishReason
     stats: RequestStats
     logprobs: tuple[TokenLogprobs, ...] = field(default=())
-
-
-def _require_int(value: object, field_name: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise RequestError(f"{field_name} must be an integer, got {value!r}", field=field_name)
-
-
-def _require_number(value: object, field_name: str) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise RequestError(f"{field_name} must be a number, got {value!r}", field=field_name)
-
-
-def _require_name(value: object, field_name: str) -> None:
-    """Names travel to router, workers and reports: text of bounded length that UTF-8 can carry."""
-    if not isinstance(value, str) or len(value) > MAX_NAME_CHARS or any(0xD800 <= ord(char) < 0xE000 for char in value):
-        raise RequestError(
-            f"{field_name} must be Unicode text of at most {MAX_NAME_CHARS} characters, got {value!r:.80}",
-            field=field_name,
-        )

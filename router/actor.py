@@ -12,6 +12,7 @@ import json
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ from kvpool.hashing import Namespace, block_hashes
 from kvpool.metadata.watcher import MetadataWatcher
 from kvpool.plan import Route
 from kvpool.reports import WorkerReport
-from kvpool.request import GenerateRequest
+from kvpool.request import NO_LIMITS, GenerateRequest
 from kvpool.types import MemberInfo, MemberState, RequestId, WorkerKey
 from router.core import RequestMeta, RouterCore
 from router.keeper import Keeper
@@ -106,12 +107,19 @@ class RouterActor:
 
         Raises:
             UnavailableError: no worker can take it now.
+            OverloadError: its limits cannot be met.
+            CapacityError: it should ask again after ``details["retry_after_s"]``.
         """
         namespace = self._info.namespace.for_tenant(request.tenant)
         context = request.prompt + request.generated
         chain = block_hashes(context, namespace)
         left = request.sampling.max_tokens - len(request.generated)
-        meta = RequestMeta(request.request_id, len(context), chain, left, exclude)
+        limits = request.limits
+        if request.generated:  # its first token has long come
+            limits = replace(limits, ttft_ns=None) if limits.ttft_ns is not None else limits
+        if limits == NO_LIMITS:
+            limits = NO_LIMITS
+        meta = RequestMeta(request.request_id, len(context), chain, left, exclude, limits, request.elapsed_ns)
         with self._lock:
             return self._core.route(meta)
 

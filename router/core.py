@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Protocol
 
-from kvpool.errors import CapacityError, RequestError, TransferCancelledError, UnavailableError
+from kvpool.errors import CapacityError, OverloadError, RequestError, TransferCancelledError, UnavailableError
 from kvpool.plan import HandOver, Route
 from kvpool.reports import LoadSample, RequestOutcome, WorkerReport
+from kvpool.request import NO_LIMITS, Limits
 from kvpool.types import BlockHash, MemberInfo, MemberState, RequestId, Tier, WorkerId, WorkerKey
 from router import cost, roles
+from router.admission import Admission, Forecast, WaitingRoom, admit, queue_message, shed_message
 from router.decide import Decision
 from router.fleet import Fleet
 from router.learned import Learned
@@ -28,6 +30,7 @@ from router.planning import Params
 from router.policies import Policy, make_policy
 from router.record import DecisionRecord, RecordStore, explain_lines
 from router.signals import Features, Footprint, RequestView, Snapshot, WorkerView
+from router.status import goodput, link_rows, worker_rows
 
 NOT_THE_HOLDERS_FAULT = frozenset({TransferCancelledError.code, CapacityError.code})
 
@@ -53,6 +56,8 @@ class RequestMeta:
         chain: hashes of its full blocks.
         max_tokens: tokens to generate at most.
         exclude: incarnations that just failed this request.
+        limits: what it asks of the service.
+        elapsed_ns: time since the user's call.
     """
 
     request_id: RequestId
@@ -60,6 +65,8 @@ class RequestMeta:
     chain: tuple[BlockHash, ...]
     max_tokens: int = 1
     exclude: frozenset[WorkerKey] = frozenset()
+    limits: Limits = NO_LIMITS
+    elapsed_ns: int = 0
 
 
 class RouterCore:
@@ -109,6 +116,8 @@ class RouterCore:
         self._decided = 0
         self._counters: Counter[str] = Counter()
         self._by_kind: Counter[str] = Counter()
+        self._room = WaitingRoom()
+        self._admissions: Counter[str] = Counter()
         self._failures_by_kind: Counter[str] = Counter()
         self._failures_by_link: Counter[tuple[WorkerId, WorkerId, str]] = Counter()
 
@@ -120,6 +129,8 @@ class RouterCore:
         Raises:
             RequestError: the prompt is empty.
             UnavailableError: no worker can take it now.
+            OverloadError: its limits cannot be met; see `router.admission`.
+            CapacityError: it should ask again after ``details["retry_after_s"]``.
         """
         if meta.prompt_tokens < 1:
             raise RequestError("the prompt is empty; give at least one token", field="prompt")
@@ -138,10 +149,11 @@ class RouterCore:
         decoders = self._fleet.decoders()
         if decoders:
             snapshot = roles.narrow(request, snapshot, decoders)
-        decision = self._policy.choose(request, snapshot, self._rng)
+        decision = self._choose(request, snapshot, meta.limits)
         self._decided += 1
         decision_id = f"{self._router_id}-{self._decided}"
-        self._remember(decision_id, request, snapshot, decision)
+        admission = self._admit(meta, decision_id, request, snapshot, decision)
+        self._remember(decision_id, request, snapshot, decision, admission)
         for key in self._ledger.reserve(meta.request_id, decision.promise, now_ns):
             self._fleet.set_totals(key, self._ledger.totals(key))
         self._fleet.note_arrival(decision.position, now_ns)
@@ -205,6 +217,48 @@ class RouterCore:
             for key in self._ledger.release(part, self._clock_ns()):
                 self._fleet.set_totals(key, self._ledger.totals(key))
 
+    def _choose(self, request: RequestView, snapshot: Snapshot, limits: Limits) -> Decision:
+        """The policy's choice among the workers that decode fast enough, or among all when none does."""
+        slow = request.exclude
+        if limits.tpot_ns is not None:
+            slow |= {view.key for view in snapshot.workers if (self._tpot_ns(view.key) or 0.0) > limits.tpot_ns}
+        if len(slow) > len(request.exclude):
+            try:
+                return self._policy.choose(replace(request, exclude=slow), snapshot, self._rng)
+            except UnavailableError:
+                self._counters["all_workers_decode_too_slowly"] += 1
+        return self._policy.choose(request, snapshot, self._rng)
+
+    def _tpot_ns(self, key: WorkerKey) -> float | None:
+        """Expected gap between tokens on a worker that takes one more request."""
+        requests = self._fleet.columns.requests.item(self._fleet.index[key])
+        return self._learned.decodes.tpot_ns(key.worker_id, requests + 1.0)
+
+    def _admit(
+        self, meta: RequestMeta, decision_id: str, request: RequestView, snapshot: Snapshot, decision: Decision
+    ) -> Admission:
+        """Rule on a decided request; raises when it does not start now."""
+        limits, now_ns = meta.limits, snapshot.now_ns
+        if limits is NO_LIMITS and not len(self._room):
+            return Admission.ADMIT
+        tpot_ns = None if limits.tpot_ns is None else self._tpot_ns(decision.worker)
+        outranked = self._room.outranks(limits.priority, now_ns)
+        ruling = admit(limits, Forecast(decision.price_ns, tpot_ns, meta.elapsed_ns, outranked))
+        self._admissions[ruling.admission.value] += 1
+        if ruling.admission is Admission.QUEUE:
+            self._room.enter(meta.request_id, limits.priority, now_ns)
+            raise CapacityError(queue_message(ruling), retry_after_s=ruling.retry_after_ns / 1e9)
+        self._room.leave(meta.request_id)
+        if ruling.admission is Admission.SHED:
+            self._remember(decision_id, request, snapshot, decision, ruling.admission)
+            forecast_ns = decision.price_ns if ruling.missed == "ttft" else tpot_ns or 0.0
+            raise OverloadError(
+                shed_message(limits, ruling, forecast_ns, float(decision.redo[decision.position])),
+                retry_after_s=ruling.retry_after_ns / 1e9,
+                missed=ruling.missed,
+            )
+        return ruling.admission
+
     # ---- hearing
 
     def on_member_change(self, info: MemberInfo, state: MemberState | None) -> None:
@@ -264,7 +318,9 @@ class RouterCore:
         self._fleet.set_curve(key, curve)
         self._fleet.set_totals(key, self._ledger.totals(key))
         if report.counters:
-            self._worker_counters[key] = dict(report.counters)
+            counters = dict(report.counters)
+            self._learned.decodes.observe(key.worker_id, self._worker_counters.get(key, {}), counters)
+            self._worker_counters[key] = counters
 
     def outcome(self, outcome: RequestOutcome) -> None:
         """What became of a routed request. Outcomes of other routers' decisions are ignored."""
@@ -317,9 +373,11 @@ class RouterCore:
         return {
             "router_id": self._router_id,
             "policy": self._policy.name,
-            "workers": [self._worker_status(position, now_ns) for position in range(len(self._fleet))],
-            "links": self._link_status(),
+            "workers": worker_rows(self._fleet, self._learned, self._worker_counters, now_ns),
+            "links": link_rows(self._learned.links),
             "decisions": dict(self._by_kind),
+            "admissions": {**dict(self._admissions), "queued_now": len(self._room)},
+            "goodput": {**goodput(self._worker_counters.values()), "shed": self._admissions[Admission.SHED.value]},
             "failures": dict(self._failures_by_kind),
             "failures_by_link": [
                 {"holder": holder, "reader": reader, "kind": kind, "count": count}
@@ -358,7 +416,14 @@ class RouterCore:
         small = frozenset(key for key, blocks in self._capacity.items() if 0 < blocks < needed)
         return small if len(small) < len(self._capacity) else frozenset()
 
-    def _remember(self, decision_id: str, request: RequestView, snapshot: Snapshot, decision: Decision) -> None:
+    def _remember(
+        self,
+        decision_id: str,
+        request: RequestView,
+        snapshot: Snapshot,
+        decision: Decision,
+        admission: Admission,
+    ) -> None:
         self._records.add(
             DecisionRecord(
                 decision_id=decision_id,
@@ -367,6 +432,7 @@ class RouterCore:
                 request=request,
                 workers=self._keys,
                 decision=decision,
+                admission=admission,
             )
         )
 
@@ -393,39 +459,6 @@ class RouterCore:
             self._keys = tuple(view.key for view in self._fleet.workers)
             for view in self._fleet.workers:
                 self._fleet.set_totals(view.key, self._ledger.totals(view.key))
-
-    def _worker_status(self, position: int, now_ns: int) -> dict[str, Any]:
-        view, columns = self._fleet.workers[position], self._fleet.columns
-        curve = self._learned.prefills.curve(view.key.worker_id)
-        return {
-            "worker": str(view.key),
-            "role": view.role.value,
-            "state": view.state.value,
-            "wait_ms": max(0.0, float(columns.gpu_free_ns[position]) - now_ns) / 1e6,
-            "requests": int(columns.requests[position]),
-            "queued_tokens": int(columns.queued_tokens[position]),
-            "prefill_t0_ms": curve.t0_ns / 1e6,
-            "prefill_us_per_token": curve.token_ns / 1e3,
-            "prefill_ps_per_pair": curve.pair_ns * 1e3,
-            "prefill_ns_per_token_and_decoding_request": curve.beside_ns,
-            "prefill_samples": self._learned.prefills.samples(view.key.worker_id),
-            "load_failure_probability": self._learned.failures.probability(view.key, now_ns),
-            "counters": self._worker_counters.get(view.key, {}),
-        }
-
-    def _link_status(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "holder": holder,
-                "reader": reader,
-                "tier": tier.name.lower(),
-                "alpha_ms": curve.alpha_ns / 1e6,
-                "beta_gbytes_per_s": curve.bytes_per_second / 1e9,
-                "samples": samples,
-                "bytes": num_bytes,
-            }
-            for (holder, reader, tier), (curve, samples, num_bytes) in sorted(self._learned.links.known().items())
-        ]
 
 
 def _second(request_id: RequestId) -> RequestId:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
@@ -222,8 +223,13 @@ def _body_of(error: KVPoolError, status: int) -> dict[str, Any]:
 
 def _error_response(error: KVPoolError, *, status: int | None = None) -> Response:
     status = status or status_of(error)
-    headers = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else {}
+    headers = {"retry-after": str(_retry_after_s(error))} if status in (429, 503) else {}
     return JSONResponse(_body_of(error, status), status_code=status, headers=headers)
+
+
+def _retry_after_s(error: KVPoolError) -> int:
+    """Whole seconds, as the header wants them."""
+    return max(RETRY_AFTER_S, math.ceil(float(error.details.get("retry_after_s", 0.0))))
 
 
 async def _on_kvpool_error(_: Request, error: Exception) -> Response:

@@ -13,6 +13,7 @@ from typing import Any
 from kvpool.errors import TransferCancelledError
 from kvpool.reports import LoadSample
 from kvpool.types import MemberInfo, Tier, WorkerEpoch, WorkerId, WorkerKey
+from router.decoding import DecodeEstimators
 from router.estimators import FailureEstimators, LinkEstimators, PrefillEstimators
 
 VERSION = 2
@@ -25,6 +26,7 @@ class Learned:
 
     Attributes:
         prefills, links, failures: see `router.estimators`.
+        decodes: see `router.decoding`; new after a restart, since a worker's next two reports teach it again.
         observations: grows with everything that is learned.
     """
 
@@ -32,6 +34,7 @@ class Learned:
         self.prefills = PrefillEstimators()
         self.links = LinkEstimators()
         self.failures = FailureEstimators()
+        self.decodes = DecodeEstimators()
         self.observations = 0
         self._calibrated: dict[WorkerId, WorkerEpoch] = {}
 

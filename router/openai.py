@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, fi
 from kvpool.client import DEFAULT_TIMEOUT_S, TextChunk
 from kvpool.errors import CapacityError, DeadlineError, KVPoolError, ModelError, RequestError
 from kvpool.prompts import Prompt
-from kvpool.request import MAX_TOP_LOGPROBS, FinishReason, GenerateResult, TokenLogprobs
+from kvpool.request import MAX_PRIORITY, MAX_TOP_LOGPROBS, FinishReason, GenerateResult, TokenLogprobs
 
 MAX_TIMEOUT_S = 3600.0
 MAX_STOP_STRINGS = 16
@@ -58,6 +58,10 @@ class _Body(_Object):
     stream_options: StreamOptions = StreamOptions()
     user: str = Field(default="", max_length=256)
     timeout: float = Field(default=DEFAULT_TIMEOUT_S, gt=0, le=MAX_TIMEOUT_S)
+    ttft_limit: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
+    tpot_limit: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
+    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    may_degrade: bool = False
     n: Literal[1] = 1
     presence_penalty: _Zero = 0.0
     frequency_penalty: _Zero = 0.0
@@ -86,6 +90,10 @@ class _Body(_Object):
             "logprobs": 0 if shown is None else max(1, shown),
             "tenant": self.user,
             "timeout_s": self.timeout,
+            "ttft_limit_s": self.ttft_limit,
+            "tpot_limit_s": self.tpot_limit,
+            "priority": self.priority,
+            "may_degrade": self.may_degrade,
         }
 
 

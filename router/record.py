@@ -15,6 +15,7 @@ from typing import Any
 from kvpool.plan import PlanKind
 from kvpool.reports import RequestOutcome
 from kvpool.types import RequestId, WorkerKey
+from router.admission import Admission
 from router.decide import Decision
 from router.signals import RequestView
 
@@ -50,6 +51,7 @@ class DecisionRecord:
         workers: candidates, in the order of all columns.
         decision: verdict and prices.
         outcome: what became of it, None until reported.
+        admission: admitted, degraded (started although a limit will be missed) or shed (not started).
     """
 
     decision_id: str
@@ -59,6 +61,7 @@ class DecisionRecord:
     workers: tuple[WorkerKey, ...]
     decision: Decision
     outcome: RequestOutcome | None = None
+    admission: Admission = Admission.ADMIT
 
     def candidates(self) -> list[Candidate]:
         """Every eligible worker with redo, and every load that was priced, cheapest first. Loads that are absent were
@@ -120,6 +123,7 @@ class DecisionRecord:
             "load_floor_ns": None if self.decision.load_floor_ns is None else round(self.decision.load_floor_ns),
             "candidates": [_candidate_dict(item) for item in self.candidates()],
             "runner_up": None if runner_up is None else _candidate_dict(runner_up),
+            "admission": self.admission.value,
             "outcome": None if self.outcome is None else asdict(self.outcome),
         }
 
@@ -190,6 +194,10 @@ def explain_lines(record: DecisionRecord) -> list[str]:
         f"prompt: {record.request.prompt_tokens:,} tokens, {record.request.chain_blocks} full blocks",
         f"chosen: {decision.worker} · {_plan_text(record)} · expected {_seconds(decision.price_ns)}",
     ]
+    if record.admission is Admission.DEGRADE:
+        lines.append("degraded: a limit of the request will not be met, and it may be")
+    if record.admission is Admission.SHED:
+        lines.append("shed: a limit of the request could not be met; it was not started")
     if record.request.exclude:
         lines.append("excluded: " + ", ".join(sorted(str(key) for key in record.request.exclude)))
     if plan.loads:

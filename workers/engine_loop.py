@@ -20,13 +20,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvpool.errors import CapacityError, DeadlineError, DuplicateError, KVPoolError, NumericsError, UnavailableError
-from kvpool.reports import LoadSample, PrefillSample, RequestOutcome, WorkerLoad
+from kvpool.reports import (
+    DECODE_NS,
+    DECODE_REQUESTS,
+    DECODE_STEPS,
+    LoadSample,
+    PrefillSample,
+    RequestOutcome,
+    WorkerLoad,
+)
 from kvpool.request import FinishReason, TokenChunk, TokenLogprobs
 from kvpool.types import RequestId, WorkerId
 from workers.bridge import Bridge
 from workers.engine.base import Engine, SequenceSlice
 from workers.flights import Flights
 from workers.gate import Gate
+from workers.limits import goodput_counter
 from workers.reporter import Reporter
 from workers.scheduler import Scheduler
 from workers.sequence import Sequence
@@ -262,8 +271,14 @@ class EngineLoop:
             self.step_until_ns = now_ns + expected_ns
 
     def _learn(self, batch: list[Work], elapsed_ns: int) -> None:
-        """Prefill speed from passes that did nothing else."""
-        if not batch or any(work.sequence.decoding for work in batch):
+        """Prefill speed from passes that did nothing else, decode speed from all that decoded."""
+        decoding = sum(work.sequence.decoding for work in batch)
+        if decoding:
+            counters = self._parts.reporter.counters
+            counters[DECODE_STEPS] += 1
+            counters[DECODE_REQUESTS] += decoding
+            counters[DECODE_NS] += elapsed_ns
+        if not batch or decoding:
             return
         self._parts.gate.observe(sum(work.count for work in batch), elapsed_ns)
         if len(batch) == 1:
@@ -285,6 +300,8 @@ class EngineLoop:
             else:
                 finished.append((active, chunk))
         for active, chunk in finished:
+            with parts.lock:
+                parts.reporter.counters[goodput_counter(active.sequence, parts.clock_ns())] += 1
             self._deliver(active, chunk)
         for work in works:
             parts.bridge.seal(work.sequence)

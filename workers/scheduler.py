@@ -449,8 +449,9 @@ class Scheduler:
         self._book.abandon(sequence)
 
 
-def _age(sequence: Sequence) -> tuple[int, str]:
-    return (sequence.arrival_ns, sequence.request_id)
+def _age(sequence: Sequence) -> tuple[int, int, str]:
+    """Order of service: a request of higher priority counts as older than any of lower."""
+    return (-sequence.request.limits.priority, sequence.arrival_ns, sequence.request_id)
 
 
 def _require(holds: bool, message: str) -> None:

@@ -284,6 +284,30 @@ def test_a_client_that_hangs_up_takes_its_request_off_the_worker(gateway: Gatewa
     wait_until(lambda: gateway.running() == 0, SETTLE_TIMEOUT_S, "the last is cancelled")
 
 
+def test_a_limit_that_cannot_be_met_is_refused_with_the_time_to_come_again(gateway: Gateway) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 4, "ttft_limit": 0.000001}
+    refused = gateway.post(body)
+    assert refused.status == 429
+    assert refused.error["code"] == "overloaded"
+    assert "limit on the first token" in refused.error["message"]
+    assert int(refused.headers["retry-after"]) >= 1
+    assert gateway.post({**body, "stream": True}).status == 429
+    late = gateway.post({**body, "may_degrade": True})
+    assert (late.status, late.json["usage"]["completion_tokens"]) == (200, 4)
+    assert gateway.post({**body, "ttft_limit": 60, "tpot_limit": 60, "priority": 3}).status == 200
+    malformed = gateway.post({**body, "priority": 1000})
+    assert (malformed.status, malformed.error["param"]) == (400, "priority")
+    status = gateway.kit.status()["router"]
+    assert status["goodput"]["shed"] == 2
+    assert status["admissions"]["degrade"] == 1
+
+    def counted() -> bool:
+        goodput = gateway.kit.status()["router"]["goodput"]
+        return bool(goodput["missed_ttft"] == 1 and goodput["met"] >= 1)
+
+    wait_until(counted, SETTLE_TIMEOUT_S, "the late request and one in time are counted")
+
+
 def test_requests_beyond_the_limit_are_told_to_come_again(gateway: Gateway) -> None:
     calls = [gateway.open({**LONG, "stream": True}) for _ in range(MAX_REQUESTS)]
     for call in calls:

@@ -112,6 +112,8 @@ def test_options_are_those_of_the_client() -> None:
     body = _completion(max_tokens=3, temperature=0, stop=["a"], user="tenant", timeout=9, stop_token_ids=[4])
     options = body.options()
     assert (options.pop("tenant"), options.pop("timeout_s")) == ("tenant", 9)
+    limits = {name: options.pop(name) for name in ("ttft_limit_s", "tpot_limit_s", "priority", "may_degrade")}
+    assert limits == {"ttft_limit_s": None, "tpot_limit_s": None, "priority": 0, "may_degrade": False}
     options["stop_token_ids"] = tuple(options["stop_token_ids"])
     options["stop"] = tuple(options["stop"])
     assert SamplingParams(**options) == SamplingParams(max_tokens=3, stop=("a",), stop_token_ids=(4,))

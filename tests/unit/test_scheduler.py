@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvpool.config import SchedulerConfig
 from kvpool.errors import CapacityError
 from kvpool.plan import REDO, LoadSlice, Plan, PlanKind
+from kvpool.request import Limits
 from kvpool.store.pool import BlockPool
 from kvpool.types import Tier, WorkerEpoch, WorkerId, WorkerKey
 from tests.worker_support import make_request, namespace
@@ -30,10 +33,12 @@ class Bench:
         self.now_ns = 0
         self.orders: dict[str, LoadOrder] = {}
 
-    def submit(self, name: str, prompt: range | list[int], plan: Plan = REDO, max_tokens: int = 8) -> Sequence:
+    def submit(
+        self, name: str, prompt: range | list[int], plan: Plan = REDO, max_tokens: int = 8, priority: int = 0
+    ) -> Sequence:
         self.now_ns += 1
         table = BlockTable(namespace(block_tokens=SIZE).root(), SIZE)
-        request = make_request(name, list(prompt), max_tokens)
+        request = replace(make_request(name, list(prompt), max_tokens), limits=Limits(priority=priority))
         sequence = Sequence(request, plan, "d", table, self.now_ns, self.now_ns + 10**12)
         order = self.scheduler.add(sequence, self.now_ns)
         if order is not None:
@@ -361,3 +366,13 @@ def test_a_view_that_does_not_fit_waits_until_another_ends() -> None:
     bench.scheduler.remove(first)
     assert [work.sequence for work in bench.plan().work] == [second]
     assert not bench.scheduler.defer(second), "nobody else will ever free memory"
+
+
+def test_a_higher_priority_goes_first_and_equal_ones_by_age() -> None:
+    bench = Bench(max_running=1)
+    names = ("first", "second", "urgent")
+    for name, priority in zip(names, (0, 0, 1), strict=True):
+        bench.submit(name, range(8), priority=priority)
+    (work,) = bench.plan().work
+    assert work.sequence.request_id == "urgent"
+    assert [entry.request_id for entry in bench.scheduler.waiting] == ["first", "second"]

@@ -1,0 +1,134 @@
+"""Whether a request starts now: admit, queue, degrade or shed, from what the router expects of it.  (pure)
+
+    no limits                                    → admit, after yielding a moment to waiting ones of higher priority
+    expected first token beyond its limit        → degrade if it may, else shed: waiting outside the workers' queues,
+                                                   which the expectation contains, would not make it sooner
+    every worker decodes too slowly for it       → queue while there is time left before its first token is due, then
+                                                   degrade or shed
+    somebody of higher priority queues           → queue, while there is time left
+
+A queued request waits at its client, which asks again; the router keeps only who waits with which priority, for as
+long as they keep asking. Nothing is shed that carries no limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvpool.request import Limits
+from kvpool.types import RequestId
+
+POLL_NS = 100_000_000
+"""A queued request asks again after this time."""
+MAX_YIELD_NS = 2_000_000_000
+"""A request without a limit on its first token yields to higher priorities for no longer than this."""
+MAX_QUEUE_NS = 30_000_000_000
+"""A request without a limit on its first token waits for a worker that decodes fast enough for no longer than this."""
+MIN_RETRY_NS, MAX_RETRY_NS = 100_000_000, 60_000_000_000
+MAX_WAITING = 10_000
+
+
+class Admission(Enum):
+    """What becomes of a request that asks for a worker."""
+
+    ADMIT = "admit"
+    DEGRADE = "degrade"  # started, though a limit will not be met
+    QUEUE = "queue"
+    SHED = "shed"
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """An admission; ``missed`` names the limit, ``retry_after_ns`` is for `Admission.QUEUE` and `Admission.SHED`."""
+
+    admission: Admission
+    missed: str = ""
+    retry_after_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What to expect of a request if it starts now.
+
+    Attributes:
+        ttft_ns: time to its first token from now.
+        tpot_ns: gap between its tokens on the best worker, None when no worker has told its speed.
+        elapsed_ns: time since the user's call.
+        outranked: somebody of higher priority waits.
+    """
+
+    ttft_ns: float
+    tpot_ns: float | None = None
+    elapsed_ns: int = 0
+    outranked: bool = False
+
+
+def admit(limits: Limits, forecast: Forecast) -> Ruling:
+    """Rule on one request."""
+    late_ns = 0.0 if limits.ttft_ns is None else forecast.elapsed_ns + forecast.ttft_ns - limits.ttft_ns
+    if late_ns > 0.0:
+        return _too_much(limits, "ttft", late_ns)
+    slow = limits.tpot_ns is not None and forecast.tpot_ns is not None and forecast.tpot_ns > limits.tpot_ns
+    if slow and _time_left_ns(limits, late_ns, forecast, MAX_QUEUE_NS) > POLL_NS:
+        return Ruling(Admission.QUEUE, "tpot", POLL_NS)
+    if slow:
+        return _too_much(limits, "tpot", float(POLL_NS))
+    if forecast.outranked and _time_left_ns(limits, late_ns, forecast, MAX_YIELD_NS) > POLL_NS:
+        return Ruling(Admission.QUEUE, "", POLL_NS)
+    return Ruling(Admission.ADMIT)
+
+
+def _time_left_ns(limits: Limits, late_ns: float, forecast: Forecast, most_ns: int) -> float:
+    """How long the request may still wait before it starts."""
+    return most_ns - forecast.elapsed_ns if limits.ttft_ns is None else -late_ns
+
+
+def _too_much(limits: Limits, missed: str, late_ns: float) -> Ruling:
+    if limits.may_degrade:
+        return Ruling(Admission.DEGRADE, missed)
+    return Ruling(Admission.SHED, missed, round(min(MAX_RETRY_NS, max(MIN_RETRY_NS, late_ns))))
+
+
+def queue_message(ruling: Ruling) -> str:
+    """For the request that should ask again."""
+    if ruling.missed:
+        return "every worker that could take the request decodes more slowly than its limit allows; ask again"
+    return "requests of higher priority wait; ask again"
+
+
+def shed_message(limits: Limits, ruling: Ruling, forecast_ns: float, prefill_ns: float) -> str:
+    """For the user whose request is refused."""
+    limit_ns = (limits.ttft_ns if ruling.missed == "ttft" else limits.tpot_ns) or 0
+    what = "first token" if ruling.missed == "ttft" else "gap between tokens"
+    way_out = "come again later, raise the limit, or set may_degrade"
+    if ruling.missed == "ttft" and prefill_ns > limit_ns:
+        way_out = "its prefill alone takes longer, so raise the limit or set may_degrade"
+    expected = f"{forecast_ns / 1e9:.3f} s are expected"
+    return f"the request's limit on the {what} is {limit_ns / 1e9:.3f} s and {expected}; {way_out}"
+
+
+class WaitingRoom:
+    """Who was told to queue and keeps asking, by priority. Not thread-safe; bounded."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[RequestId, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def outranks(self, priority: int, now_ns: int) -> bool:
+        """Somebody of a higher priority waits."""
+        if not self._waiting:
+            return False
+        self._waiting = {name: entry for name, entry in self._waiting.items() if entry[1] > now_ns}
+        return any(other > priority for other, _ in self._waiting.values())
+
+    def enter(self, request_id: RequestId, priority: int, now_ns: int) -> None:
+        """A request waits until it asks again; one that does not has given up."""
+        if request_id in self._waiting or len(self._waiting) < MAX_WAITING:
+            self._waiting[request_id] = (priority, now_ns + 10 * POLL_NS)
+
+    def leave(self, request_id: RequestId) -> None:
+        """It starts, or is refused."""
+        self._waiting.pop(request_id, None)

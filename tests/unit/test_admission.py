@@ -1,0 +1,200 @@
+"""Admission: what a request with limits is told, from the rule itself up to the router that asks it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvpool.errors import CapacityError, OverloadError
+from kvpool.reports import PrefillSample, WorkerLoad
+from kvpool.request import NO_LIMITS, Limits
+from kvpool.types import RequestId
+from router.admission import MAX_QUEUE_NS, MAX_WAITING, POLL_NS, Admission, Forecast, WaitingRoom, admit
+from router.core import RouterCore
+from router.decoding import DecodeEstimators
+from tests.unit.router_kit import MS, S, key, report
+from tests.unit.test_router_core import Clock, make_core, meta
+
+A = RequestId("a")
+
+
+def test_a_request_without_limits_is_admitted_whatever_is_expected() -> None:
+    assert admit(NO_LIMITS, Forecast(3600.0 * S, 10.0 * S)).admission is Admission.ADMIT
+
+
+def test_a_late_first_token_sheds_and_says_when_to_come_again() -> None:
+    ruling = admit(Limits(ttft_ns=2 * S), Forecast(ttft_ns=4.0 * S, elapsed_ns=1 * S))
+    assert (ruling.admission, ruling.missed, ruling.retry_after_ns) == (Admission.SHED, "ttft", 3 * S)
+
+
+def test_time_already_spent_counts_against_the_first_token() -> None:
+    limits = Limits(ttft_ns=2 * S)
+    assert admit(limits, Forecast(1.9 * S)).admission is Admission.ADMIT
+    assert admit(limits, Forecast(1.9 * S, elapsed_ns=S)).admission is Admission.SHED
+
+
+def test_a_request_that_may_degrade_is_started_late() -> None:
+    ruling = admit(Limits(ttft_ns=S, may_degrade=True), Forecast(9.0 * S))
+    assert (ruling.admission, ruling.missed) == (Admission.DEGRADE, "ttft")
+
+
+def test_slow_decoding_is_waited_out_while_the_first_token_is_not_due() -> None:
+    limits = Limits(ttft_ns=5 * S, tpot_ns=50 * MS)
+    early, late = (Forecast(1.0 * S, tpot_ns=80.0 * MS, elapsed_ns=elapsed) for elapsed in (0, 3_950 * MS))
+    assert admit(limits, early).admission is Admission.QUEUE
+    assert admit(limits, late).admission is Admission.SHED
+    assert admit(Limits(tpot_ns=50 * MS), Forecast(1.0, 80.0 * MS, MAX_QUEUE_NS)).admission is Admission.SHED
+
+
+def test_an_unknown_decode_speed_refuses_nobody() -> None:
+    assert admit(Limits(tpot_ns=1), Forecast(1.0 * S, tpot_ns=None)).admission is Admission.ADMIT
+
+
+def test_who_is_outranked_yields_for_a_bounded_time() -> None:
+    assert admit(NO_LIMITS, Forecast(1.0, outranked=True)).admission is Admission.QUEUE
+    assert admit(NO_LIMITS, Forecast(1.0, elapsed_ns=2 * S, outranked=True)).admission is Admission.ADMIT
+    hurried = Limits(ttft_ns=S)
+    assert admit(hurried, Forecast(0.95 * S, outranked=True)).admission is Admission.ADMIT
+
+
+def test_the_waiting_room_forgets_who_stops_asking_and_is_bounded() -> None:
+    room = WaitingRoom()
+    room.enter(A, 5, now_ns=0)
+    assert room.outranks(0, POLL_NS)
+    assert not room.outranks(5, POLL_NS)
+    assert not room.outranks(0, 11 * POLL_NS)
+    assert len(room) == 0
+    for number in range(MAX_WAITING + 5):
+        room.enter(RequestId(str(number)), 1, 0)
+    assert len(room) == MAX_WAITING
+    room.leave(RequestId("3"))
+    assert len(room) == MAX_WAITING - 1
+
+
+def test_decode_speed_is_learned_from_running_totals() -> None:
+    decodes = DecodeEstimators()
+    worker = key(0).worker_id
+    assert decodes.tpot_ns(worker, 4) is None
+    totals = {"decode_steps": 0, "decode_requests": 0, "decode_ns": 0}
+    for number in range(60):
+        batch = 1 + number % 8
+        after = {
+            "decode_steps": totals["decode_steps"] + 10,
+            "decode_requests": totals["decode_requests"] + 10 * batch,
+            "decode_ns": totals["decode_ns"] + 10 * (20 + 3 * batch) * MS,
+        }
+        decodes.observe(worker, totals, after)
+        totals = after
+    for batch in (1, 8):
+        assert decodes.tpot_ns(worker, batch) == pytest.approx((20 + 3 * batch) * MS, rel=0.05)
+    assert decodes.tpot_ns(key(1).worker_id, 1) is not None  # borrowed from all
+    decodes.observe(worker, totals, totals)
+    decodes.observe(worker, totals, {})  # a new incarnation begins at nothing
+
+
+# -- the router
+
+
+def slow_core(workers: int = 2) -> tuple[RouterCore, Clock]:
+    """Workers that need about 0.16 s for 1,600 tokens."""
+    core, _, clock = make_core(workers)
+    for number in range(workers):
+        core.on_report(report(number, 1, prefills=(PrefillSample(1600, 0, 160 * MS),)))
+    return core, clock
+
+
+def busy(core: RouterCore, number: int, sequence: int, tokens: int = 100_000) -> None:
+    core.on_report(report(number, sequence, WorkerLoad(waiting_requests=4, queued_prefill_tokens=tokens)))
+
+
+def test_without_limits_an_overloaded_router_still_routes() -> None:
+    core, _ = slow_core()
+    for number in range(2):
+        busy(core, number, 2)
+    assert core.route(meta("r")).worker in {key(0), key(1)}
+    assert core.status()["goodput"]["shed"] == 0
+
+
+def test_an_overloaded_router_sheds_a_request_with_a_limit_and_reserves_nothing() -> None:
+    core, _ = slow_core()
+    for number in range(2):
+        busy(core, number, 2)
+    with pytest.raises(OverloadError, match=r"limit on the first token is 1\.000 s") as caught:
+        core.route(meta("r", limits=Limits(ttft_ns=S)))
+    assert caught.value.details["retry_after_s"] > 1.0
+    status = core.status()
+    assert status["promises"] == 0
+    assert (status["goodput"]["shed"], status["admissions"]["shed"]) == (1, 1)
+    assert "shed: a limit" in "\n".join(core.explain(RequestId("r")))
+    record = core.record(RequestId("r"))
+    assert record is not None
+    assert json.loads(json.dumps(record.to_dict()))["admission"] == "shed"
+
+
+def test_a_prompt_whose_prefill_alone_takes_too_long_is_told_so() -> None:
+    core, _ = slow_core()
+    with pytest.raises(OverloadError, match="its prefill alone takes longer"):
+        core.route(meta("r", limits=Limits(ttft_ns=MS)))
+
+
+def test_the_limit_is_kept_by_whoever_still_has_room() -> None:
+    core, _ = slow_core()
+    busy(core, 0, 2)
+    assert core.route(meta("r", limits=Limits(ttft_ns=S))).worker == key(1)
+    assert core.status()["admissions"]["admit"] == 1
+
+
+def test_a_burst_with_limits_is_admitted_as_far_as_it_can_be_served_in_time() -> None:
+    core, _ = slow_core(workers=2)
+    admitted = 0
+    for number in range(40):
+        try:
+            core.route(meta(f"r{number}", salt=bytes([number]), limits=Limits(ttft_ns=S)))
+            admitted += 1
+        except OverloadError:
+            continue
+    assert 2 * 1.0 / 0.17 - 2 <= admitted <= 2 * 1.0 / 0.15
+
+
+def _decoding(core: RouterCore, number: int, step_ms: int, running: int, sequence: int) -> None:
+    """A worker that has decoded ``running`` requests in steps of ``step_ms`` and still does."""
+    totals = (("decode_ns", sequence * 10 * step_ms * MS), ("decode_requests", sequence * 10 * running))
+    counters = (*totals, ("decode_steps", sequence * 10))
+    core.on_report(report(number, sequence, WorkerLoad(running_requests=running), counters=counters))
+
+
+def test_the_tpot_limit_enters_the_choice_of_the_worker() -> None:
+    core, directory, _ = make_core(2)
+    for sequence in (1, 2, 3):
+        _decoding(core, 0, 200, 4, sequence)
+        _decoding(core, 1, 20, 4, sequence)
+    directory.held[key(0)] = {0: 90}  # type: ignore[dict-item]
+    assert core.route(meta("any")).worker == key(0)
+    assert core.route(meta("quick", limits=Limits(tpot_ns=100 * MS))).worker == key(1)
+
+
+def test_when_every_worker_decodes_too_slowly_the_request_queues_then_is_shed_and_outranks_others() -> None:
+    core, _, clock = make_core(1)
+    for sequence in (1, 2, 3):
+        _decoding(core, 0, 200, 4, sequence)
+    picky = Limits(tpot_ns=100 * MS, priority=3)
+    with pytest.raises(CapacityError, match="decodes more slowly") as queued:
+        core.route(meta("picky", limits=picky))
+    assert not isinstance(queued.value, OverloadError)
+    assert queued.value.details["retry_after_s"] == POLL_NS / 1e9
+    with pytest.raises(CapacityError, match="higher priority"):
+        core.route(meta("plain"))
+    assert core.route(meta("plain", elapsed_ns=3 * S)).worker == key(0)  # it has yielded long enough
+    with pytest.raises(OverloadError, match="gap between tokens"):
+        core.route(meta("picky", limits=picky, elapsed_ns=MAX_QUEUE_NS))
+    clock.now_ns += S
+    assert core.route(meta("later")).worker == key(0)
+    assert core.status()["admissions"] == {"queue": 2, "admit": 1, "shed": 1, "queued_now": 0}
+
+
+def test_finished_requests_are_counted_by_the_limits_they_met() -> None:
+    core, _, _ = make_core(2)
+    core.on_report(report(0, 1, counters=(("goodput_met", 5), ("goodput_missed_ttft", 1))))
+    core.on_report(report(1, 1, counters=(("goodput_met", 2), ("goodput_missed_tpot", 3))))
+    assert core.status()["goodput"] == {"met": 7, "missed_ttft": 1, "missed_tpot": 3, "shed": 0}
