@@ -85,8 +85,8 @@ class WorkerReport:
     """Everything a worker has to say at one moment. ``sequence`` orders the reports of one epoch.
 
     ``counters`` are running totals since the worker started, by name: loads, load_failures.<code>, evictions,
-    preemptions, bytes_loaded, bytes_served, tokens_cached, tokens_loaded, tokens_redone, requests, and those named
-    above.
+    preemptions, bytes_loaded, bytes_served, bytes_saved (by compression), bad_frames, codec_ns, tokens_cached,
+    tokens_loaded, tokens_redone, requests, and those named above.
     """
 
     key: WorkerKey

@@ -304,7 +304,11 @@ class WorkerCore:
         totals.update(self._puller.counters)
         totals.update(self.segment.totals())
         if self._parts.transport is not None:
-            totals["bytes_served"] = self._parts.transport.stats().bytes_served
+            stats = self._parts.transport.stats()
+            totals["bytes_served"] = stats.bytes_served
+            totals["bytes_saved"] = stats.bytes_saved
+            totals["bad_frames"] = stats.bad_frames
+            totals["codec_ns"] = stats.encode_ns + stats.decode_ns
         return totals
 
     def status(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from kvpool.bench.report import Row, skipped, spread
 from kvpool.errors import KVPoolError
 from kvpool.transport.base import BlockStatus, Peer, ReadHandle, ReadProgress, ReadState
 from kvpool.transport.ucx import UcxTransport
+from kvpool.transport.ucx.settings import Compression
 from kvpool.types import WorkerEpoch, WorkerKey
 
 BLOCK_BYTES = 256 << 10
@@ -47,11 +48,12 @@ SLOW_BOUND_S = DEADLINE_NS / S + 1.0  # deadline, and the drain of one window
 
 
 def run(*, quick: bool, peers: bool) -> list[Row]:
-    """Run the matrix: 20 times each, about 6 minutes; with ``quick`` 3 times, about a minute."""
+    """Run the matrix: 20 times each, about 8 minutes; with ``quick`` 3 times, about 80 s."""
     del peers
     runs = 3 if quick else 20
     rows: list[Row] = []
-    for fabric in (_namespace, _shared_memory, _tcp):  # UCX reads the routes once per process: the new one first
+    # UCX reads the routes once per process: the new one first.
+    for fabric in (_namespace, _shared_memory, _tcp, _frames):
         if fabric is _namespace and not namespace.available():
             rows.append(skipped("faults across two network namespaces", "bound", namespace.WHY_NOT))
             continue
@@ -369,9 +371,21 @@ FAULTS = (
 
 @contextlib.contextmanager
 def _world(
-    name: str, ours: Mapping[str, str], theirs: Mapping[str, str], prefix: tuple[str, ...] = ()
+    name: str,
+    ours: Mapping[str, str],
+    theirs: Mapping[str, str],
+    prefix: tuple[str, ...] = (),
+    compression: Compression = Compression.OFF,
 ) -> Iterator[World]:
-    mine = PeerOptions("reader", 1, BLOCKS + BESIDE_BLOCKS, BLOCK_BYTES, filled=False, settings=ours)
+    mine = PeerOptions(
+        "reader",
+        1,
+        BLOCKS + BESIDE_BLOCKS,
+        BLOCK_BYTES,
+        filled=False,
+        settings=ours,
+        compression=compression.value,
+    )
     holder = PeerOptions("holder", 1, BLOCKS, BLOCK_BYTES, settings=theirs)
     with PeerProcess(replace(holder, worker_id="bystander"), prefix) as bystander:
         world = World(name, GeneratedStore(mine), mine, holder, prefix, bool(prefix), bystander)
@@ -391,6 +405,13 @@ def _shared_memory() -> Iterator[World]:
 def _tcp() -> Iterator[World]:
     settings = {"TLS": "tcp,self"}
     with _world("tcp", settings, settings) as world:
+        yield world
+
+
+@contextlib.contextmanager
+def _frames() -> Iterator[World]:
+    settings = {"TLS": "tcp,self"}
+    with _world("tcp, in frames", settings, settings, compression=Compression.ALWAYS) as world:
         yield world
 
 

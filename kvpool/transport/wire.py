@@ -34,7 +34,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from kvpool.errors import IntegrityError
+from kvpool import errors
+from kvpool.errors import IntegrityError, KVPoolError, TransferError
 from kvpool.types import BLOCK_HASH_BYTES, BlockHash, WorkerEpoch, WorkerId, WorkerKey
 
 MAGIC = 0x4B56
@@ -171,6 +172,18 @@ class Run:
 
     first: int
     blocks: int
+
+
+_ERRORS: dict[str, type[KVPoolError]] = {
+    cls.code: cls
+    for cls in vars(errors).values()
+    if isinstance(cls, type) and issubclass(cls, KVPoolError) and cls is not KVPoolError
+}
+
+
+def error_of(refusal: Refuse, peer: str) -> KVPoolError:
+    """What a refusal means to the reader."""
+    return _ERRORS.get(refusal.code, TransferError)(refusal.message, peer=peer)
 
 
 def data_tag(sequence: int, run_index: int) -> int:

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvpool import errors
 from kvpool.errors import (
     IntegrityError,
     KVPoolError,
@@ -44,6 +43,7 @@ from kvpool.transport.wire import (
     Stop,
     decode,
     encode,
+    error_of,
     identity_digest,
     runs_of_offer,
 )
@@ -57,11 +57,6 @@ POLL_S = 50e-6  # between two looks at a READ that is not over at once
 DRAIN_NS = 250_000_000
 IDLE_S = 300.0
 RECEIVE_BYTES = 1 << 16
-REFUSALS: dict[str, type[KVPoolError]] = {
-    cls.code: cls
-    for cls in vars(errors).values()
-    if isinstance(cls, type) and issubclass(cls, KVPoolError) and cls is not KVPoolError
-}
 
 
 @dataclass(slots=True)
@@ -378,7 +373,7 @@ class PeerReader:
                     break  # others answer pulls that were given up
             self._progress_ns = self._clock_ns()
             if isinstance(message, Refuse):
-                raise REFUSALS.get(message.code, TransferError)(message.message, peer=self._name)
+                raise error_of(message, self._name)
             if not isinstance(message, Offer) or message.window is None:
                 raise IntegrityError("the holder answered with something else", peer=self._name)
             if message.identity != identity_digest(pull.hashes) or len(message.checksums) != len(pull.hashes):

@@ -7,7 +7,7 @@ where the checksum of the uncompressed blocks is then verified. UCX itself never
 Holder: `FrameWriter` packs granted runs into staging buffers on a helper's thread; the progress thread sends them from
 there. While a run is being packed its read lease is not released.
 
-Both are owned by the progress thread; only `FramedCheck.run`, `measure` and the packing run elsewhere.
+Both are owned by the progress thread; only `Exam.run` and the packing run elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import functools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvpool.errors import IntegrityError
 from kvpool.transport.compression import (
@@ -36,9 +36,9 @@ from kvpool.transport.compression import (
 )
 from kvpool.transport.staging import Staging, StagingPool
 from kvpool.transport.switch import CodecBook, CodecSpeed, LinkSwitch
-from kvpool.transport.ucx.links import Link, PostedRun
+from kvpool.transport.ucx.links import Flight, Link, PostedRun
 from kvpool.transport.ucx.settings import Compression
-from kvpool.transport.verify import Check, Helpers
+from kvpool.transport.verify import INLINE_BYTES, Check, Helpers
 from kvpool.types import WorkerKey
 
 STAGING_BYTES = 64 << 20  # of a holder, over all its readers
@@ -86,10 +86,28 @@ class FramedCheck:
 RunCheck = Check | FramedCheck
 
 
-def check_of(posted: PostedRun, segment: memoryview, block_bytes: int) -> RunCheck:
-    """What makes blocks of a run that arrived, or says that they are none."""
-    check = posted.flight.check(segment, block_bytes)
-    return check if posted.staging is None else FramedCheck(check, posted.staging.view)
+@dataclass(slots=True, eq=False)
+class Exam:
+    """What makes blocks of runs that arrived, or says that they are none. Runs once, on one thread.
+
+    Attributes:
+        checks: one per run.
+        inline: whether it is too short to be handed to a helper.
+        sample: verified bytes on which the codecs are to be measured too.
+        speeds: what that found.
+    """
+
+    checks: list[RunCheck]
+    inline: bool
+    sample: memoryview | None
+    speeds: Mapping[Codec, CodecSpeed] = field(default_factory=dict)
+
+    def run(self) -> list[tuple[bool, ...]]:
+        """Which blocks are intact, per run."""
+        verdicts = [check.run() for check in self.checks]
+        if self.sample is not None:
+            self.speeds = measure(self.sample)
+        return verdicts
 
 
 def measure(block: memoryview, clock_ns: Clock = time.thread_time_ns) -> dict[Codec, CodecSpeed]:
@@ -177,39 +195,47 @@ class FrameReader:
             if burst is not None:
                 self._switch(link.peer.key).observe(burst, now_ns)
 
-    def sample_of(self, link: Link, runs: Sequence[PostedRun], checks: Sequence[RunCheck]) -> memoryview | None:
-        """Bytes to measure the codecs on once they are verified (`measure`, `learn`); None when there is no need."""
-        if self._mode is not Compression.AUTO or not self._switch(link.peer.key).wants_sample:
-            return None
-        self._unsampled_bytes += sum(posted.flight.run_bytes for posted in runs if posted.staging is None)
-        if self._unsampled_bytes < RESAMPLE_BYTES or runs[0].staging is not None:
-            return None
-        self._unsampled_bytes = 0
-        check = checks[0]
-        return check.data if isinstance(check, Check) else None
+    def exam_of(self, link: Link, runs: Sequence[PostedRun], segment: memoryview, block_bytes: int) -> Exam:
+        """How to examine runs that just arrived over a link."""
+        checks: list[RunCheck] = []
+        for posted in runs:
+            check = posted.flight.check(segment, block_bytes)
+            checks.append(check if posted.staging is None else FramedCheck(check, posted.staging.view))
+        first = checks[0]
+        sample = first.data if isinstance(first, Check) and self._wants_sample(link, runs) else None
+        size = sum(posted.flight.run_bytes for posted in runs)
+        return Exam(checks, sample is None and size <= INLINE_BYTES, sample)
 
-    def learn(self, speeds: Mapping[Codec, CodecSpeed]) -> None:
-        """Take a measurement in."""
-        for codec, speed in speeds.items():
+    def settle(self, runs: Sequence[PostedRun], exam: Exam) -> None:
+        """Learn from an exam that was run, count its frames and take their staging back."""
+        for codec, speed in exam.speeds.items():
             self._book.learn(codec, speed)
+        for posted, done in zip(runs, exam.checks, strict=True):
+            self.release(posted.staging)
+            if isinstance(done, FramedCheck):
+                self._count(posted.flight, done)
 
-    def settle(self, posted: PostedRun, done: RunCheck) -> None:
-        """Count a frame that was unpacked, learn from it, and take its staging back. Nothing for a raw run."""
-        if posted.staging is None or isinstance(done, Check):
-            return
-        self.release(posted.staging)
-        raw_bytes = posted.flight.run_bytes
-        pull = posted.flight.pull
+    def _wants_sample(self, link: Link, runs: Sequence[PostedRun]) -> bool:
+        if self._mode is not Compression.AUTO or not self._switch(link.peer.key).wants_sample:
+            return False
+        self._unsampled_bytes += sum(posted.flight.run_bytes for posted in runs if posted.staging is None)
+        if self._unsampled_bytes < RESAMPLE_BYTES:
+            return False
+        self._unsampled_bytes = 0
+        return True
+
+    def _count(self, flight: Flight, done: FramedCheck) -> None:
         self.frames += 1
         if done.fault is not None:
             self.faults += 1
-            self._switch(pull.reading.link.peer.key).fault()
+            self._switch(flight.pull.reading.link.peer.key).fault()
             return
-        self.bytes_saved += raw_bytes - done.frame_bytes
+        size = flight.run_bytes
+        self.bytes_saved += size - done.frame_bytes
         self.decode_ns += done.decode_ns
         if done.encode_ns:
-            seen = CodecSpeed(raw_bytes / done.frame_bytes, done.encode_ns / raw_bytes, done.decode_ns / raw_bytes)
-            self._book.learn(pull.codec, seen)
+            seen = CodecSpeed(size / done.frame_bytes, done.encode_ns / size, done.decode_ns / size)
+            self._book.learn(flight.pull.codec, seen)
 
     def _switch(self, peer: WorkerKey) -> LinkSwitch:
         switch = self._switches.get(peer)

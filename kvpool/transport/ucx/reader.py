@@ -26,7 +26,6 @@ import os
 from collections import deque
 from collections.abc import Sequence
 
-from kvpool import errors
 from kvpool.errors import (
     CapacityError,
     IntegrityError,
@@ -34,20 +33,17 @@ from kvpool.errors import (
     PeerGoneError,
     StallError,
     TransferCancelledError,
-    TransferError,
 )
 from kvpool.transport.base import BlockStatus, Peer
-from kvpool.transport.compression import Codec
 from kvpool.transport.fair import pick
 from kvpool.transport.handle import LocalEnd, ReadTask
-from kvpool.transport.switch import CodecSpeed
 from kvpool.transport.ucx.direct import DirectMemory, Fetched
 from kvpool.transport.ucx.fabric import Operation, PortSet
-from kvpool.transport.ucx.frames import FRAME_RUN_BYTES, FrameReader, check_of, measure
+from kvpool.transport.ucx.frames import FRAME_RUN_BYTES, FrameReader
 from kvpool.transport.ucx.grants import Granter
 from kvpool.transport.ucx.links import Flight, Link, OpenPull, PostedRun, Reading
 from kvpool.transport.ucx.settings import UcxOptions
-from kvpool.transport.verify import INLINE_BYTES, Helpers
+from kvpool.transport.verify import Helpers
 from kvpool.transport.wire import (
     CONTROL_TAG,
     MAX_PULL_BLOCKS,
@@ -59,16 +55,12 @@ from kvpool.transport.wire import (
     Refuse,
     Stop,
     encode,
+    error_of,
 )
 from kvpool.types import WorkerKey
 
 TICK_NS = 5_000_000
 Verdicts = Sequence[Sequence[bool]]
-REFUSALS: dict[str, type[KVPoolError]] = {
-    cls.code: cls
-    for cls in vars(errors).values()
-    if isinstance(cls, type) and issubclass(cls, KVPoolError) and cls is not KVPoolError
-}
 
 
 class ReaderHalf:
@@ -194,8 +186,7 @@ class ReaderHalf:
         if isinstance(message, Offer):
             self._take_offer(link, pull, message, now_ns)
         else:
-            cls = REFUSALS.get(message.code, TransferError)
-            self._give_up(pull.reading, cls(message.message, peer=str(link.peer.key)), now_ns)
+            self._give_up(pull.reading, error_of(message, str(link.peer.key)), now_ns)
 
     def on_malformed(self, error: IntegrityError, now_ns: int) -> None:
         """An answer did not parse; when it names a pull, that read fails at once, otherwise its stall timer ends it."""
@@ -326,23 +317,17 @@ class ReaderHalf:
 
     def _verify(self, link: Link, arrived: list[PostedRun], now_ns: int) -> None:
         """Unpack frames and check every block of runs that landed, here or on a helper's thread."""
-        checks = [check_of(posted, self._segment, self._block_bytes) for posted in arrived]
-        sample = self.frames.sample_of(link, arrived, checks)
+        exam = self.frames.exam_of(link, arrived, self._segment, self._block_bytes)
 
-        def check() -> tuple[Verdicts, dict[Codec, CodecSpeed]]:
-            return [check.run() for check in checks], measure(sample) if sample is not None else {}
-
-        def settle(found: tuple[Verdicts, dict[Codec, CodecSpeed]], then_ns: int) -> None:
-            self.frames.learn(found[1])
-            for posted, done in zip(arrived, checks, strict=True):
-                self.frames.settle(posted, done)
+        def settle(verdicts: Verdicts, then_ns: int) -> None:
+            self.frames.settle(arrived, exam)
             self._grant_due = True
-            self._judge(link, [posted.flight for posted in arrived], found[0], then_ns)
+            self._judge(link, [posted.flight for posted in arrived], verdicts, then_ns)
 
-        if sum(posted.flight.run_bytes for posted in arrived) <= INLINE_BYTES and sample is None:
-            settle(check(), now_ns)
+        if exam.inline:
+            settle(exam.run(), now_ns)
         else:
-            self._helpers.submit(check, settle)
+            self._helpers.submit(exam.run, settle)
 
     def _take_fetched(self, link: Link, flights: list[Flight], fetched: Fetched, now_ns: int) -> None:
         """Settle runs that a helper fetched; those it did not fetch belong to a read or a link that is given up."""
