@@ -26,6 +26,7 @@ from kvpool.plan import Route
 from kvpool.reports import WorkerReport
 from kvpool.request import NO_LIMITS, GenerateRequest
 from kvpool.types import MemberInfo, MemberState, RequestId, WorkerKey
+from kvpool.wallclock import unix_ns
 from router.core import RequestMeta, RouterCore
 from router.keeper import Keeper
 from router.signals import Features
@@ -59,7 +60,7 @@ class RouterActor:
 
     def __init__(self, config: RouterConfig, info: ServedModel, cluster_dir: str | None = None) -> None:
         self._info = info
-        self._started_ns = time.time_ns()
+        self._started_ns = unix_ns()
         self._lock = threading.Lock()
         self._watcher = MetadataWatcher(info.metadata, on_member=self._on_member, on_report=self._on_report)
         self._core = RouterCore(

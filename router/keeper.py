@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvpool.wallclock import unix_ns
+
 FORMAT = "kvpool-learned/1"
 FILE_NAME = "router-learned"
 MAX_FILE_BYTES = 64 * 1024 * 1024
@@ -122,7 +124,7 @@ class Keeper:
 
     def _restore(self, path: Path, restore: Callable[[dict[str, Any], int], bool]) -> str:
         try:
-            data, age_ns = read_learned(path, time.time_ns())
+            data, age_ns = read_learned(path, unix_ns())
         except FileNotFoundError:
             return "priors: nothing was saved yet"
         except (UnusableFile, OSError) as error:
@@ -146,7 +148,7 @@ class Keeper:
         if number == self._saved_number:
             return
         try:
-            write_learned(self._path, data, time.time_ns())
+            write_learned(self._path, data, unix_ns())
         except OSError as error:
             self._failures += 1
             if self._failures == 1:

@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from kvpool.errors import InvariantViolation, KVPoolError, RequestError, UnavailableError
+from kvpool.errors import InvariantViolation, KVPoolError, RequestError, StaleError, UnavailableError
 from kvpool.hashing import set_digest
 from kvpool.metadata.disturbance import Disturbance
 from kvpool.plan import HandOver, Route
@@ -27,7 +27,9 @@ from kvpool.store.selection import Selection
 from kvpool.tokenizer import TokenizerFiles
 from kvpool.transport.shaping import LinkShape, ShapingTransport
 from kvpool.types import RequestId, WorkerEpoch, WorkerId, WorkerKey
+from kvpool.wallclock import unix_ns
 from workers.assemble import AssembledWorker, Evicted, Leaving, WorkerReady, WorkerSpec, assemble_worker
+from workers.epochs import epoch_after
 from workers.puller import MAX_FOLLOWED, PullOrder, PullResult
 
 MAX_CONCURRENT_CALLS = 1000
@@ -43,7 +45,7 @@ class WorkerActor:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        self._key = WorkerKey(spec.worker_id, WorkerEpoch(time.time_ns()))
+        self._key = WorkerKey(spec.worker_id, WorkerEpoch(unix_ns()))
         self._restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         self._followers = concurrent.futures.ThreadPoolExecutor(MAX_FOLLOWED, thread_name_prefix="kvpool-follow")
         self._booted: concurrent.futures.Future[AssembledWorker] = concurrent.futures.Future()
@@ -51,7 +53,7 @@ class WorkerActor:
 
     def _boot(self) -> None:
         try:
-            self._booted.set_result(assemble_worker(self._key, self._spec))
+            self._booted.set_result(self._assemble())
         except BaseException as error:
             log.exception("worker %s did not start", self._key)
             self._booted.set_exception(error)
@@ -60,6 +62,18 @@ class WorkerActor:
                 # this incarnation from starting may pass, so let Ray start another one.
                 time.sleep(BOOT_RETRY_S)
                 os._exit(EXIT_BOOT_FAILED)
+
+    def _assemble(self) -> AssembledWorker:
+        """Assemble; once more when the wall clock was set back since the predecessor took its number."""
+        try:
+            return assemble_worker(self._key, self._spec)
+        except StaleError as error:
+            epoch = epoch_after(error, unix_ns())
+            if epoch is None:
+                raise
+            log.warning("%s: the predecessor's clock was ahead of this one; going on with number %d", self._key, epoch)
+        self._key = WorkerKey(self._spec.worker_id, epoch)
+        return assemble_worker(self._key, self._spec)
 
     async def ready(self) -> WorkerReady:
         """Wait until the worker serves.

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import psutil
 
-CLUSTER_DIR_VARIABLE = "KVPOOL_CLUSTER_DIR"
+from kvpool.wallclock import CLUSTER_DIR_VARIABLE
+
 RAY_TITLE = "ray::"
 GRACE_S = 3.0
 

@@ -31,13 +31,14 @@ from kvpool.cluster.connection import (
     namespace_of,
 )
 from kvpool.cluster.gateway import require_free_port, start_gateway, stop_gateway
-from kvpool.cluster.guardian import CLUSTER_DIR_VARIABLE, reap, spawn_guardian
+from kvpool.cluster.guardian import reap, spawn_guardian
 from kvpool.cluster.processes import MetadataProcesses
 from kvpool.cluster.ray_auth import provide_token
 from kvpool.cluster.state import DEFAULT_NAME
 from kvpool.config import ClusterConfig, WorkerConfig
 from kvpool.errors import ConfigError, KVPoolError, UnavailableError
 from kvpool.types import WorkerId
+from kvpool.wallclock import CLUSTER_DIR_VARIABLE
 from router.actor import RouterActor
 from workers.actor import WorkerActor
 from workers.assemble import WorkerReady, WorkerSpec

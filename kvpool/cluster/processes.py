@@ -17,9 +17,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvpool.cluster.guardian import CLUSTER_DIR_VARIABLE
 from kvpool.config import MetadataConfig
 from kvpool.errors import ConfigError, UnavailableError
+from kvpool.wallclock import CLUSTER_DIR_VARIABLE
 
 READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0

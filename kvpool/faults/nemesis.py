@@ -32,6 +32,7 @@ from kvpool.metadata.disturbance import CALM, Disturbance
 from kvpool.metadata.watcher import MetadataWatcher
 from kvpool.transport.shaping import CLEAR, LinkShape
 from kvpool.types import MemberState, WorkerId, WorkerKey
+from kvpool.wallclock import set_offset
 
 HEAL_LIMIT_S = 120.0
 DRAIN_LIMIT_S = 60.0
@@ -273,6 +274,23 @@ class Nemesis:
         rates = [item["beta_gbytes_per_s"] * 1e9 for item in status["links"] if item["holder"] == holder]
         rate = min(rates, default=NOMINAL_LINK_BYTES_PER_S)
         return rate if math.isfinite(rate) and rate > 0 else NOMINAL_LINK_BYTES_PER_S
+
+    # ── strikes on clocks ────────────────────────────────────────────────────────────────────────────────────────────
+
+    @contextlib.asynccontextmanager
+    async def wall_clock(self, name: str, offset_ns: int) -> AsyncIterator[None]:
+        """Inside, the wall clock of every process of the cluster is off by so much."""
+        cluster = self.arena.cluster
+        if cluster is None:
+            raise RequestError("clocks jump in an embedded cluster only; leave --address out")
+        async with self._locks["wall clock"]:
+            fault = self._fault(name, "wall clock", f"an offset of {offset_ns / 1e9:+.0f} s to every wall clock")
+            set_offset(cluster.cluster_dir, offset_ns)
+            try:
+                yield
+            finally:
+                set_offset(cluster.cluster_dir, 0)
+            self._heal(fault, "the clock is right")
 
     # ── strikes on the index ─────────────────────────────────────────────────────────────────────────────────────────
 

@@ -21,6 +21,7 @@ LINK_FAULT_S = 6.0
 FLOOD_REQUESTS = 24
 FLOOD_TOKENS = 640
 TINY_SEGMENT_BLOCKS = 128
+CLOCK_JUMP_NS = 3_600_000_000_000
 
 
 class Mechanism(Enum):
@@ -28,6 +29,7 @@ class Mechanism(Enum):
 
     SIGNAL = "a real signal to a real process"
     SHAPING = "the shaping transport around UCX inside the workers: no packet is touched, reads are held back or spoilt"
+    CLOCK = "an offset that every process of an embedded cluster adds where it reads the wall clock"
     PUBLISHER = "a switch in the worker's publisher: batches of events are left out, sent twice or held back"
     LOAD = "ordinary requests"
     API = "the cluster's own interface"
@@ -147,6 +149,16 @@ def _shaped(shape: LinkShape) -> Callable[[Nemesis, str], Awaitable[None]]:
     return strike
 
 
+async def _clock_jump(nemesis: Nemesis, name: str) -> None:
+    """Restarts are where a wall clock is read: numbers of incarnations come from it."""
+    holder, _ = await nemesis.pair()
+    async with nemesis.wall_clock(name, CLOCK_JUMP_NS):
+        await nemesis.kill_actor(name, holder)
+    async with nemesis.wall_clock(name, -CLOCK_JUMP_NS):
+        await nemesis.kill_actor(name, holder)  # its predecessor has a number two jumps ahead
+        await nemesis.kill_metadata(name, 0)
+
+
 def _disturbed(disturbance: Disturbance) -> Callable[[Nemesis, str], Awaitable[None]]:
     """A holder's events go wrong while a flood makes it evict what the index promises."""
 
@@ -243,6 +255,14 @@ _ALL = (
         Mechanism.LOAD,
         _evict_storm,
         Needs(num_blocks=TINY_SEGMENT_BLOCKS),
+    ),
+    Scenario(
+        "clock-jump",
+        "every wall clock jumps an hour ahead, then back by two; a holder is killed after each, then the directory",
+        "only monotonic time matters; a successor whose clock was set back still takes the higher number",
+        Mechanism.CLOCK,
+        _clock_jump,
+        Needs(embedded=True),
     ),
     Scenario(
         "index-lost-events",

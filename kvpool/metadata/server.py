@@ -32,6 +32,7 @@ from kvpool.metadata.security import Security
 from kvpool.metadata.service import SERVICE_NAME, MetadataService, handlers
 from kvpool.metadata.state import DirectoryState
 from kvpool.metadata.v1 import metadata_pb2
+from kvpool.wallclock import unix_ns
 
 EXIT_BAD_INPUT = 2
 GRACE_S = 0.5
@@ -59,7 +60,7 @@ class MetadataServer:
         self._options = options
         self._security = Security.from_environment()
         # Later incarnations must have larger numbers; wall-clock nanoseconds are, without anything stored.
-        state = DirectoryState(time.time_ns(), options.limits, time.monotonic_ns())
+        state = DirectoryState(unix_ns(), options.limits, time.monotonic_ns())
         self.service = MetadataService(state)
         self._server: grpc.aio.Server | None = None
         self._clock: asyncio.Task[None] | None = None
