@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import sys
 import tempfile
 import time
 import uuid
@@ -26,7 +28,7 @@ from kvpool.cli.output import (
     print_table,
     progress,
 )
-from kvpool.errors import RequestError
+from kvpool.errors import RequestError, UnavailableError
 from kvpool.faults.checker import Verdict, check_history
 from kvpool.faults.history import HistoryWriter, history_path, read_history
 from kvpool.faults.report import SHORT_COLUMNS, as_data, cells, html, row
@@ -96,7 +98,10 @@ def inject(
         elif scenario == CHECK:
             _conclude([_judge(history)], report, json_)
         else:
-            _conclude(_run_all(_choose(scenario, mix), where, options, history), report, json_)
+            runs = _choose(scenario, mix)
+            with contextlib.redirect_stdout(sys.stderr):  # Ray prints there what it thinks of killed processes
+                judged = _run_all(runs, where, options, history)
+            _conclude(judged, report, json_)
 
     guarded(command, as_json=json_)
 
@@ -151,7 +156,11 @@ def _run_all(
 def _open(where: _Where, needs: Needs) -> ClusterUnderTest:
     if where.embedded:
         config = embedded_config(needs, workers=where.workers, lease_ms=where.lease_ms, model=where.model)
-        return ClusterUnderTest.start(config, f"inject-{uuid.uuid4().hex[:8]}", progress)
+        try:
+            return ClusterUnderTest.start(config, f"inject-{uuid.uuid4().hex[:8]}", progress, needs.ray_nodes)
+        except UnavailableError as error:  # a busy machine; what ran before must not be lost for that
+            progress(f"the cluster did not start, once more: {error.message}")
+        return ClusterUnderTest.start(config, f"inject-{uuid.uuid4().hex[:8]}", progress, needs.ray_nodes)
     if where.address is not None:
         return ClusterUnderTest.join(where.address, where.name or "default")
     assert where.name is not None

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from kvpool.cluster.connection import (
 )
 from kvpool.cluster.gateway import require_free_port, start_gateway, stop_gateway
 from kvpool.cluster.guardian import reap, spawn_guardian
+from kvpool.cluster.nodes import ExtraNode
 from kvpool.cluster.processes import MetadataProcesses
 from kvpool.cluster.ray_auth import provide_token
 from kvpool.cluster.state import DEFAULT_NAME
@@ -68,6 +69,7 @@ class _Launched:
     metadata: MetadataProcesses | None = None
     owns_ray: bool = False
     gateway: bool = False
+    nodes: list[ExtraNode] = field(default_factory=list)
     router: Any = None
     workers: dict[WorkerId, Any] | None = None
 
@@ -91,6 +93,7 @@ class Cluster:
         *,
         ray_address: str | None = None,
         name: str = DEFAULT_NAME,
+        ray_nodes: int = 1,
         progress: Progress = _silent,
     ) -> Cluster:
         """Start everything and wait until every worker serves.
@@ -99,6 +102,7 @@ class Cluster:
             config: the settings.
             ray_address: a running Ray cluster (``host:port``); None starts an embedded one.
             name: namespace of the actors, so that several clusters can share a Ray cluster.
+            ray_nodes: nodes of an embedded Ray cluster, all on this machine.
             progress: called with one line before each step.
 
         Raises:
@@ -121,7 +125,7 @@ class Cluster:
         cluster = cls(config, name, _Launched(cluster_dir, guardian))
         cluster._model = model
         try:
-            cluster._start(ray_address, progress)
+            cluster._start(ray_address, ray_nodes, progress)
         except BaseException:
             cluster.close()
             raise
@@ -170,6 +174,26 @@ class Cluster:
         workers.update(created)
         return tuple(created)
 
+    @property
+    def nodes(self) -> list[ExtraNode]:
+        """Ray nodes besides the head's; those that were killed are taken out by whoever killed them."""
+        return self._launched.nodes
+
+    def add_node(self) -> ExtraNode:
+        """One more Ray node on this machine.
+
+        Raises:
+            UnavailableError: it did not join in time.
+        """
+        node = ExtraNode(
+            self.address,
+            self.cluster_dir,
+            num_cpus=max(4, os.cpu_count() or 1),
+            object_store_bytes=OBJECT_STORE_BYTES,
+        )
+        self._launched.nodes.append(node)
+        return node
+
     def close(self) -> None:
         """End everything that was started; waits at most about half a minute.
 
@@ -190,11 +214,13 @@ class Cluster:
             if ray.is_initialized():
                 if launched.owns_ray:
                     steps.callback(ray.shutdown)
+                for node in launched.nodes:
+                    steps.callback(node.kill)
                 steps.callback(_stop_actors, [*(launched.workers or {}).values(), launched.router])
                 if launched.gateway:
                     steps.callback(stop_gateway, self.name)
 
-    def _start(self, ray_address: str | None, progress: Progress) -> None:
+    def _start(self, ray_address: str | None, ray_nodes: int, progress: Progress) -> None:
         launched = self._launched
         before = {name: os.environ.get(name) for name in (CLUSTER_DIR_VARIABLE, *QUIET_THREADS)}
         os.environ[CLUSTER_DIR_VARIABLE] = str(launched.cluster_dir)
@@ -206,6 +232,8 @@ class Cluster:
             launched.metadata.start()
             progress("ray: " + (f"connecting to {ray_address}" if ray_address else "starting an embedded cluster"))
             launched.owns_ray = _start_ray(ray_address, launched.cluster_dir)
+            for _ in range(ray_nodes - 1 if launched.owns_ray else 0):
+                self.add_node()
         finally:
             for name, old in before.items():
                 if old is None:
@@ -272,11 +300,11 @@ def _end_guardian(guardian: subprocess.Popen[bytes]) -> None:
 def _require_one_layout(config: ClusterConfig) -> None:
     first = config.workers[0].engine
     for index, group in enumerate(config.workers):
-        for field in ("model", "dtype", "block_tokens"):
-            ours, theirs = getattr(first, field), getattr(group.engine, field)
+        for name in ("model", "dtype", "block_tokens"):
+            ours, theirs = getattr(first, name), getattr(group.engine, name)
             if ours != theirs:
                 raise ConfigError(
-                    f"workers.0.engine.{field} is {ours!r} but workers.{index}.engine.{field} is {theirs!r}; "
+                    f"workers.0.engine.{name} is {ours!r} but workers.{index}.engine.{name} is {theirs!r}; "
                     "all workers of a pool share one layout, so make them equal or start two clusters"
                 )
 
@@ -300,7 +328,7 @@ def _start_ray(address: str | None, cluster_dir: Path) -> bool:
             object_store_memory=OBJECT_STORE_BYTES,
             _temp_dir=str(cluster_dir / "ray"),
         )
-    except (ConnectionError, RuntimeError, OSError, ValueError) as error:
+    except Exception as error:  # Ray says in a bare Exception that a busy machine was too slow for it
         raise UnavailableError(f"the embedded Ray cluster did not start: {error}") from error
     return True
 

@@ -193,6 +193,36 @@ class Nemesis:
         own: str = (await self.arena.connection.call(actor, "audit", timeout_s=CALL_TIMEOUT_S))["key"]
         return own in alive and own != str(old_key)
 
+    # ── strikes on Ray nodes ─────────────────────────────────────────────────────────────────────────────────────────
+
+    async def kill_node(self, name: str) -> None:
+        """SIGKILL to a whole Ray node of an embedded cluster; healed when everybody who lived there serves again.
+
+        Ray needs 15 to 20 s to declare the node dead and starts its actors elsewhere then; the pool does not wait for
+        that. With no other node left nothing is struck.
+        """
+        cluster = self.arena.cluster
+        if cluster is None:
+            raise RequestError("a Ray node is killed in an embedded cluster only; leave --address out")
+        async with self._locks["nodes"]:
+            if not cluster.nodes:
+                return
+            node = cluster.nodes[0]
+            pids = await asyncio.to_thread(node.pids)
+            actors: list[str] = [ROUTER_NAME, *self.workers()]
+            here = {actor: pid for actor in actors if (pid := await self.pid_of(actor)) in pids}
+            keys = {actor: self.key_of(WorkerId(actor)) for actor in here}
+            faults = [
+                self._fault(name, actor, f"{KILLED} to its Ray node", key=keys[actor], pid=pid)
+                for actor, pid in here.items()
+            ] or [self._fault(name, "a Ray node without actors", KILLED)]
+            cluster.nodes.remove(node)
+            await asyncio.to_thread(node.kill)
+            for actor, pid in here.items():
+                await self._wait(partial(self._serves, actor, keys[actor], pid), f"{actor} serves again")
+            for fault in faults:
+                self._heal(fault, "new processes serve on another node")
+
     # ── strikes on metadata servers ──────────────────────────────────────────────────────────────────────────────────
 
     async def kill_metadata(self, name: str, index: int) -> None:

@@ -91,9 +91,9 @@ class ClusterUnderTest:
         self.connection = ClusterConnection(name)
 
     @classmethod
-    def start(cls, config: ClusterConfig, name: str, progress: Progress) -> ClusterUnderTest:
+    def start(cls, config: ClusterConfig, name: str, progress: Progress, ray_nodes: int = 1) -> ClusterUnderTest:
         """Start an embedded cluster."""
-        return cls(name, Cluster.start(config, name=name, progress=progress))
+        return cls(name, Cluster.start(config, name=name, ray_nodes=ray_nodes, progress=progress))
 
     @classmethod
     def join(cls, address: str, name: str) -> ClusterUnderTest:

@@ -44,12 +44,14 @@ class Needs:
         num_blocks: size of every segment; None leaves it.
         shaped: workers with the shaping transport.
         embedded: a cluster that this process owns.
+        ray_nodes: at least, all on this machine; more than one needs an embedded cluster.
     """
 
     metadata_replicas: int = 1
     num_blocks: int | None = None
     shaped: bool = False
     embedded: bool = False
+    ray_nodes: int = 1
 
     def __or__(self, other: Needs) -> Needs:
         """Both at once."""
@@ -59,6 +61,7 @@ class Needs:
             min(sizes, default=None),
             self.shaped or other.shaped,
             self.embedded or other.embedded,
+            max(self.ray_nodes, other.ray_nodes),
         )
 
 
@@ -159,6 +162,10 @@ async def _clock_jump(nemesis: Nemesis, name: str) -> None:
         await nemesis.kill_metadata(name, 0)
 
 
+async def _kill_node(nemesis: Nemesis, name: str) -> None:
+    await nemesis.kill_node(name)
+
+
 def _disturbed(disturbance: Disturbance) -> Callable[[Nemesis, str], Awaitable[None]]:
     """A holder's events go wrong while a flood makes it evict what the index promises."""
 
@@ -240,6 +247,14 @@ _ALL = (
         "a whole fleet is replaced under load",
         _SIGNAL,
         _rolling_restart,
+    ),
+    Scenario(
+        "kill-node",
+        "SIGKILL to one of two Ray nodes: its raylet and every worker on it",
+        "what ran there moves on within its lease; Ray starts it again elsewhere",
+        _SIGNAL,
+        _kill_node,
+        Needs(embedded=True, ray_nodes=2),
     ),
     Scenario(
         "drain-under-load",
