@@ -33,7 +33,8 @@ RATE_SAMPLES = 4  # the best of the last ones counts: a stall makes a link look 
 MEAN_SAMPLES = 16
 RAW_EVERY = 32  # pulls
 TRIAL_BYTES = 16 << 20  # arrived in frames before what they delivered is believed
-OFF_NS = 10_000_000_000
+OFF_NS = 10_000_000_000  # after a trial that failed; doubles with every further one in a row
+MAX_OFF_NS = 320_000_000_000
 WEIGHT = 0.2  # of a new measurement of a codec
 
 
@@ -145,6 +146,7 @@ class LinkSwitch:
         self._codec: Codec | None = None
         self._pulls = 0
         self._framed = Burst()
+        self._off_ns = OFF_NS
         self._off_until_ns = 0
         self._broken = False
 
@@ -187,8 +189,11 @@ class LinkSwitch:
         if self._framed.raw_bytes >= TRIAL_BYTES:
             delivered = self._framed.raw_bytes * 1e9 / self._framed.elapsed_ns
             self._framed = Burst()
-            if delivered < self._raw_goodput:
-                self._codec, self._off_until_ns = None, now_ns + OFF_NS
+            if delivered >= self._raw_goodput:
+                self._off_ns = OFF_NS
+                return
+            self._codec, self._off_until_ns = None, now_ns + self._off_ns
+            self._off_ns = min(2 * self._off_ns, MAX_OFF_NS)
 
     def fault(self) -> None:
         """A frame of this peer did not unpack: raw from now on, whatever the link."""

@@ -124,6 +124,28 @@ def test_frames_that_deliver_less_than_raw_did_are_turned_off_for_a_while() -> N
     assert switch.choose(BF16, 5 + OFF_NS) is Codec.ZSTD
 
 
+def fail_a_trial(switch: LinkSwitch, now_ns: int) -> None:
+    assert switch.choose(BF16, now_ns) is Codec.ZSTD
+    for _ in range(-(-TRIAL_BYTES // (8 * MB))):
+        switch.observe(burst(100 * MB, ratio=1.43), now_ns)
+
+
+def test_every_trial_that_fails_keeps_frames_off_for_longer_until_one_succeeds() -> None:
+    switch = learned(125 * MB)
+    now_ns, waits = 0, []
+    for _ in range(7):
+        fail_a_trial(switch, now_ns)
+        begun_ns = now_ns
+        while switch.choose(BF16, now_ns) is None:
+            now_ns += OFF_NS
+        waits.append((now_ns - begun_ns) // OFF_NS)
+    assert waits == [1, 2, 4, 8, 16, 32, 32]
+    for _ in range(-(-TRIAL_BYTES // (8 * MB))):
+        switch.observe(burst(150 * MB, ratio=1.43), now_ns)
+    fail_a_trial(switch, now_ns)
+    assert switch.choose(BF16, now_ns + OFF_NS) is Codec.ZSTD
+
+
 def test_a_peer_whose_frames_do_not_unpack_stays_raw() -> None:
     switch = learned(125 * MB)
     assert switch.choose(BF16, 0) is Codec.ZSTD

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 
 import pytest
 
 from kvpool.errors import ConfigError, IncompatibleError, IntegrityError
-from kvpool.transport.nixl.control import Endpoint, MessageBuffer, framed, refuse_tcp
+from kvpool.transport.nixl.control import Endpoint, MessageBuffer, framed, own_address, refuse_tcp
 from kvpool.transport.nixl.transport import NixlOptions
 from kvpool.transport.wire import MAX_MESSAGE_BYTES
 
@@ -29,6 +30,12 @@ def test_another_host_is_refused_without_rdma_and_the_error_says_why(tmp_path: P
             refuse_tcp(mine, theirs, "w", tmp_path / "none")
     (tmp_path / "mlx5_0").mkdir()
     refuse_tcp(7, 8, "w", tmp_path)
+
+
+def test_the_control_path_leaves_the_loopback_only_where_rdma_can_follow(tmp_path: Path) -> None:
+    assert own_address(tmp_path) == own_address(tmp_path / "none") == "127.0.0.1"
+    (tmp_path / "mlx5_0").mkdir()
+    ipaddress.ip_address(own_address(tmp_path))
 
 
 def test_a_stream_is_cut_into_messages_wherever_it_breaks() -> None:

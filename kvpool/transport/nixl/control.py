@@ -18,6 +18,7 @@ from kvpool.transport.wire import MAX_MESSAGE_BYTES
 HELLO = b"kvpool-nixl-1"
 _LENGTH = struct.Struct("<I")
 _ADDRESS = struct.Struct("<QH")
+LOOPBACK = "127.0.0.1"
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
@@ -52,6 +53,24 @@ class Endpoint:
             raise IncompatibleError("this is no address of the nixl transport") from error
 
 
+def has_rdma(devices: Path = RDMA_DEVICES) -> bool:
+    """Whether this host has an RDMA device."""
+    return devices.is_dir() and any(devices.iterdir())
+
+
+def own_address(devices: Path = RDMA_DEVICES) -> str:
+    """Where peers find the control path: this host's address in the network if RDMA can follow, else the loopback,
+    since nobody on another host could read."""
+    if not has_rdma(devices):
+        return LOOPBACK
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel picks the address of the route
+        except OSError:
+            return LOOPBACK  # no route to anywhere
+        return str(probe.getsockname()[0])
+
+
 def refuse_tcp(mine: int, theirs: int, peer: str, devices: Path = RDMA_DEVICES) -> None:
     """Refuse a holder that only TCP could reach.
 
@@ -60,7 +79,7 @@ def refuse_tcp(mine: int, theirs: int, peer: str, devices: Path = RDMA_DEVICES) 
     """
     if mine and mine == theirs:
         return
-    if devices.is_dir() and any(devices.iterdir()):
+    if has_rdma(devices):
         return
     raise IncompatibleError(
         f"{peer} is on another host and there is no RDMA device here; a NIXL READ over TCP can kill the holder when "

@@ -23,7 +23,7 @@ from kvpool.transport.base import BlockSource, Peer, ReadRequest, TransportStats
 from kvpool.transport.handle import LocalEnd, ReadTask, SegmentShape, flat_bytes
 from kvpool.transport.host import host_id
 from kvpool.transport.nixl.agent import Agent, installed
-from kvpool.transport.nixl.control import Endpoint, listen
+from kvpool.transport.nixl.control import Endpoint, listen, own_address
 from kvpool.transport.nixl.reader import PeerReader, ReadCounters
 from kvpool.transport.nixl.server import ControlServer
 from kvpool.types import WorkerKey
@@ -38,10 +38,10 @@ class NixlOptions:
     """Bounds of one NIXL end.
 
     Attributes:
-        host: address of the control path; peers on other hosts must reach it.
+        host: address of the control path; peers on other hosts must reach it. None finds it (`control.own_address`).
     """
 
-    host: str = "127.0.0.1"
+    host: str | None = None
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, str]) -> NixlOptions:
@@ -53,7 +53,7 @@ class NixlOptions:
         unknown = set(settings) - {"HOST"}
         if unknown:
             raise ConfigError(f"the nixl transport knows HOST only, not {sorted(unknown)}", field="settings")
-        return cls(settings.get("HOST", cls().host))
+        return cls(settings.get("HOST"))
 
 
 class NixlTransport:
@@ -83,8 +83,9 @@ class NixlTransport:
         self._options = options or NixlOptions()
         self._clock_ns = clock_ns
         self._host_id = host_id()
-        self._listener = listen(self._options.host)
-        self._address = Endpoint(self._host_id, self._options.host, self._listener.getsockname()[1]).encode()
+        host = self._options.host or own_address()
+        self._listener = listen(host)
+        self._address = Endpoint(self._host_id, host, self._listener.getsockname()[1]).encode()
         self._counters = ReadCounters(threading.Lock())
         self._lock = threading.Lock()
         self._peers: dict[WorkerKey, PeerReader] = {}
