@@ -63,10 +63,14 @@ class StoreConfig(_Settings):
         tenant_quotas: tenant → most blocks of a segment it may have while it has others of its own to evict. ``"*"``
             stands for every tenant that is not named; requests without a tenant have the quota of ``""``.
         keep_share: largest part of the segment that ``kvpool pin`` may protect from eviction.
+        disk_path: directory for blocks that leave memory; every worker has its own below it. None for no disk tier.
+        disk_bytes: most bytes that one worker keeps there.
     """
 
     tenant_quotas: dict[str, Annotated[int, Field(ge=1)]] = {}
     keep_share: float = Field(default=0.25, ge=0, le=1)
+    disk_path: str | None = None
+    disk_bytes: int = Field(default=16 << 30, ge=1)
 
 
 class WorkerConfig(_Settings):

@@ -8,13 +8,17 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvpool.config import WorkerConfig
+from kvpool.errors import UnavailableError
 from kvpool.hashing import HASH_SCHEME, Namespace
+from kvpool.layout import KVLayout
 from kvpool.metadata.client import MetadataClient
 from kvpool.metadata.publisher import MetadataPublisher
 from kvpool.reports import LoadSample
+from kvpool.store.disk import DiskConfig, DiskTier
 from kvpool.store.selection import HotChain, Selection
 from kvpool.tokenizer import Tokenizer, TokenizerFiles, read_tokenizer_files
 from kvpool.transfer.loader import Loader
@@ -78,6 +82,7 @@ class Evicted:
     in_use: int = 0
     kept: int = 0
     needed: int = 0
+    removed_from_disk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +124,9 @@ class AssembledWorker:
 
     def evict(self, selection: Selection) -> Evicted:
         """Evict what is selected and not needed now."""
-        purge = self.core.evict(selection)
-        evicted = len(purge.victims)
-        return Evicted(evicted, evicted * self.core.segment.config.block_bytes, purge.in_use, purge.kept, purge.needed)
+        purge, from_disk = self.core.evict(selection)
+        evicted, size = len(purge.victims), self.core.segment.config.block_bytes
+        return Evicted(evicted, evicted * size, purge.in_use, purge.kept, purge.needed, from_disk)
 
     def _others_of(self, hashes: Sequence[BlockHash]) -> list[int]:
         key, book = self.core.key, 0
@@ -146,7 +151,7 @@ def assemble_worker(key: WorkerKey, spec: WorkerSpec) -> AssembledWorker:
     # Here and not above: launcher and clients import this module too, and torch takes seconds.
     from workers.engine.torch_engine import TorchEngine
 
-    settings = spec.config.engine
+    settings, store = spec.config.engine, spec.config.store
     model = resolve_model(settings.model)
     engine = TorchEngine(
         model.path,
@@ -171,14 +176,15 @@ def assemble_worker(key: WorkerKey, spec: WorkerSpec) -> AssembledWorker:
         hash_scheme=HASH_SCHEME,
         block_tokens=layout.block_tokens,
         block_bytes=layout.block_bytes,
-        capacity_blocks=(0, settings.num_blocks, 0),
+        capacity_blocks=(0, settings.num_blocks, store.disk_bytes // layout.block_bytes if store.disk_path else 0),
         control_address=str(spec.worker_id),
         calibration=passes,
     )
     held: list[WorkerCore] = []  # the publisher needs the core for snapshots, the core the publisher for events
 
     def snapshot() -> list[tuple[Tier, BlockHash]]:
-        return [(Tier.HOST, block_hash) for core in held for block_hash in core.held_hashes()]
+        in_memory = [(Tier.HOST, block_hash) for core in held for block_hash in core.held_hashes()]
+        return in_memory + [(Tier.DISK, block_hash) for core in held for block_hash in core.disk_hashes()]
 
     def observe_load(sample: LoadSample) -> None:
         for core in held:
@@ -201,6 +207,7 @@ def assemble_worker(key: WorkerKey, spec: WorkerSpec) -> AssembledWorker:
             ),
             decode=Tokenizer(tokenizer).decode,
             tier=Tier.HOST,
+            disk=_open_disk(spec, layout, publisher),
             on_failure=lambda error: _end_process(f"the engine broke: {error!r}"),
         )
     )
@@ -223,6 +230,25 @@ def assemble_worker(key: WorkerKey, spec: WorkerSpec) -> AssembledWorker:
         worker.close()
         raise
     return worker
+
+
+def _open_disk(spec: WorkerSpec, layout: KVLayout, publisher: MetadataPublisher) -> DiskTier | None:
+    """The worker's disk tier; a worker whose disk cannot be used goes on without it and says so."""
+    store = spec.config.store
+    if store.disk_path is None:
+        return None
+    config = DiskConfig(
+        Path(store.disk_path) / str(spec.worker_id), store.disk_bytes, layout.block_bytes, layout.fingerprint()
+    )
+    try:
+        return DiskTier(
+            config,
+            on_stored=lambda hashes: publisher.stored(Tier.DISK, hashes),
+            on_removed=lambda hashes: publisher.removed(Tier.DISK, hashes),
+        )
+    except UnavailableError as error:
+        log.error("%s serves without its disk tier: %s", spec.worker_id, error)
+        return None
 
 
 def _end_process(reason: str) -> None:

@@ -23,6 +23,7 @@ from kvpool.reports import LoadSample, PrefillSample, WorkerLoad
 from kvpool.request import GenerateRequest
 from kvpool.store.answers import Purge
 from kvpool.store.arena import Arena
+from kvpool.store.disk import DiskTier
 from kvpool.store.segment import Segment, SegmentConfig
 from kvpool.store.selection import Selection
 from kvpool.transport.base import Transport
@@ -30,6 +31,7 @@ from kvpool.types import BlockHash, RequestId, Tier, WorkerKey
 from workers.block_table import BlockTable
 from workers.bridge import Bridge
 from workers.calibrate import pair_ratio
+from workers.disk_loads import DiskLoader, DiskSpeed, Promoter, with_disk
 from workers.engine.base import Engine
 from workers.engine_loop import EngineLoop, LoopParts, Sink
 from workers.flights import Flights, open_ended
@@ -63,6 +65,7 @@ class CoreParts:
         make_loader: builds the loader over the started transport.
         decode: tokens → text, for stop strings.
         tier: where the segment lies.
+        disk: where evicted blocks go, not started; the core owns it. None without one.
         gate: whether to wait for loads in flight; None for one that learns the prefill speed.
         clock_ns: monotonic clock.
         on_failure: called once, from the engine thread, when the engine broke.
@@ -77,6 +80,7 @@ class CoreParts:
     make_loader: Callable[[Transport], Loader] | None = None
     decode: Decode | None = None
     tier: Tier = Tier.HOST
+    disk: DiskTier | None = None
     gate: Gate | None = None
     clock_ns: Callable[[], int] = time.monotonic_ns
     on_failure: Callable[[BaseException], None] | None = None
@@ -108,6 +112,12 @@ class WorkerCore:
         self._reporter = Reporter(parts.key, parts.publisher)
         self._bridge = Bridge(engine, self.segment)
         loader = self._start_loader()
+        self._has_peers = loader is not None
+        self._disk_speed = DiskSpeed()
+        if parts.disk is not None:
+            parts.disk.start(self._arena.memory)
+            self.segment.on_evict(parts.disk.offer)
+            loader = DiskLoader(parts.key, parts.disk, loader, self._disk_speed)
         self._flights = Flights(self._scheduler, self._reporter, loader, block_bytes, wake.set)
         self._puller = Puller(
             self.segment,
@@ -118,6 +128,10 @@ class WorkerCore:
             reserve=lambda: len(self._scheduler.running) + 1,
             on_end=wake.set,
         )
+        self._promoter: Promoter | None = None
+        if parts.disk is not None:
+            self._promoter = Promoter(parts.key, parts.disk, self._puller.pull)
+            self.segment.on_miss(self._promoter.missed)
         self._loop = EngineLoop(
             LoopParts(
                 worker_id=parts.key.worker_id,
@@ -173,9 +187,23 @@ class WorkerCore:
         self._require_servable(request)
         self._puller.unfollow(decision_id)
         table = BlockTable(self._parts.namespace_for(request.tenant).root(), self._block_tokens)
-        plan = open_ended(plan) if self._flights.can_load else replace(plan, loads=())
+        plan = open_ended(plan) if self._has_peers else replace(plan, loads=())
         now_ns = self._parts.clock_ns()
-        self._loop.admit(Sequence(request, plan, decision_id, table, now_ns, now_ns + request.timeout_ns), sink)
+        sequence = Sequence(request, plan, decision_id, table, now_ns, now_ns + request.timeout_ns)
+        sequence.plan = self._with_disk(plan, table.chain)
+        self._loop.admit(sequence, sink)
+
+    def _with_disk(self, plan: Plan, chain: list[BlockHash]) -> Plan:
+        """The plan, with what lies on the own disk behind what lies in memory."""
+        disk = self._parts.disk
+        if disk is None:
+            return plan
+        start = len(self.segment.match(chain))
+        blocks = disk.run(chain, start)
+        if not blocks:
+            return plan
+        expected_ns = self._disk_speed.expect_ns(blocks * self.segment.config.block_bytes)
+        return with_disk(plan, start, start + blocks, self._parts.key, expected_ns)
 
     def cancel(self, request_id: RequestId, decision_id: str | None = None) -> None:
         """End a request; its sink gets a chunk with `FinishReason.CANCELLED`. Unknown ids are fine.
@@ -226,10 +254,13 @@ class WorkerCore:
         """The followed request is here now, or over."""
         self._puller.unfollow(decision_id)
 
-    def evict(self, selection: Selection) -> Purge:
-        """Evict what is selected and not needed now."""
+    def evict(self, selection: Selection) -> tuple[Purge, int]:
+        """Evict what is selected and not needed now; returns what became of blocks in memory, and how many were
+        removed from disk."""
+        disk = self._parts.disk
         with self._lock:
-            return self.segment.evict(selection)
+            purge, selected = self.segment.evict(selection, () if disk is None else disk.blocks())
+        return purge, 0 if disk is None else disk.remove(selected)
 
     @property
     def keep_blocks(self) -> int:
@@ -252,13 +283,16 @@ class WorkerCore:
                 return
             self._closed = True
         self._puller.close()
+        if self._promoter is not None:
+            self._promoter.close()
         self._loop.stop()
         self._thread.join(JOIN_S)
         if self._parts.transport is not None:
             self._parts.transport.close()
         with self._lock:
             self._flights.follow()
-        if self._thread.is_alive() or self._flights.count:
+        ended = self._parts.disk is None or self._parts.disk.close()
+        if self._thread.is_alive() or self._flights.count or not ended:
             log.error("worker %s: the engine or a load did not end; its memory is kept mapped", self._parts.key)
             return
         self._parts.engine.shutdown()
@@ -279,6 +313,10 @@ class WorkerCore:
     def held_hashes(self) -> list[BlockHash]:
         """Every block peers can read now, for a full snapshot to the directory."""
         return self.segment.held_hashes()
+
+    def disk_hashes(self) -> list[BlockHash]:
+        """Every block on disk, for the same."""
+        return [] if self._parts.disk is None else self._parts.disk.held_hashes()
 
     def load(self) -> WorkerLoad:
         """The queue as it is now."""
@@ -302,6 +340,7 @@ class WorkerCore:
             totals = dict(self._reporter.counters)
             totals["preemptions"] = self._scheduler.preemptions
         totals.update(self._puller.counters)
+        totals.update({} if self._promoter is None else self._promoter.counters)
         totals.update(self.segment.totals())
         if self._parts.transport is not None:
             stats = self._parts.transport.stats()
@@ -341,6 +380,7 @@ class WorkerCore:
                 for tenant, blocks in Counter(self.segment.tenants()).most_common(MAX_TENANTS_SHOWN)
             },
             "read_leases": self.segment.leases,
+            "disk": None if self._parts.disk is None else self._parts.disk.status(),
             "counters": counters,
             "failures": _failures(counters),
         }

@@ -54,6 +54,7 @@ class PullOrder:
         sources: who has it, to be tried in this order.
         deadline_ns: budget from now.
         patient: the first source may still be computing.
+        parent: hash of what comes before the chain, when that is not the tenant's root.
     """
 
     tenant: str
@@ -61,6 +62,7 @@ class PullOrder:
     sources: tuple[PullSource, ...]
     deadline_ns: int
     patient: bool = False
+    parent: BlockHash | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,10 +254,11 @@ class Puller:
         segment = self._segment
         segment.end_flight(pull.pages.values())
         run: list[SealRequest] = []
+        before = order.parent or self._root_of(order.tenant)
         for index, page in pull.pages.items():
             if index not in arrived:
                 break
-            parent = order.chain[index - 1] if index else self._root_of(order.tenant)
+            parent = order.chain[index - 1] if index else before
             run.append(SealRequest(page, order.chain[index], parent, self._work_of(index)))
         kept = segment.seal(run)
         with self._lock:

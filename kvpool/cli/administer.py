@@ -77,12 +77,13 @@ def _print_eviction(report: EvictReport, as_json: bool) -> None:
     if as_json:
         print_json(asdict(report))
         return
-    columns = ("worker", "evicted", "bytes", "in use", "pinned", "needed by what stays")
+    columns = ("worker", "evicted", "bytes", "in use", "pinned", "needed by what stays", "from disk")
     rows: list[list[Any]] = [
-        [worker, item.evicted, item.evicted_bytes, item.in_use, item.kept, item.needed]
+        [worker, item.evicted, item.evicted_bytes, item.in_use, item.kept, item.needed, item.removed_from_disk]
         for worker, item in sorted(report.workers.items())
     ]
-    rows.append(["all", report.evicted, report.evicted_bytes, report.in_use, report.kept, report.needed])
+    sums = (report.evicted, report.evicted_bytes, report.in_use, report.kept, report.needed, report.removed_from_disk)
+    rows.append(["all", *sums])
     print_table("evicted blocks", columns, rows)
     for worker, why in report.unreachable.items():
         console.print(f"{worker} could not be asked: {why}", highlight=False)

@@ -61,13 +61,15 @@ class DrainReport:
 
 @dataclass(frozen=True, slots=True)
 class EvictReport:
-    """What was evicted, in blocks: sums, and by worker. ``unreachable``: who could not be asked, and why."""
+    """What was evicted, in blocks: sums, and by worker (`workers.assemble.Evicted`). ``unreachable``: who could not be
+    asked, and why."""
 
     evicted: int
     evicted_bytes: int
     in_use: int
     kept: int
     needed: int
+    removed_from_disk: int
     workers: dict[str, Evicted]
     unreachable: dict[str, str]
 

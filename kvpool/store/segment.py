@@ -22,13 +22,17 @@ import xxhash
 from kvpool.store.answers import Allocation, PoolCounts, Purge, Victim
 from kvpool.store.pool import BlockPool
 from kvpool.store.selection import HotChain, Selection, hot_chains, hot_hashes, select
-from kvpool.store.worth import WORK_UNIT
+from kvpool.store.worth import WORK_UNIT, Block
 from kvpool.transport.base import HeldBlock
 from kvpool.types import BlockHash, BlockId, Tier, WorkerKey
 
 DEFAULT_LEASE_NS = 30_000_000_000
 MAX_LEASES = 4096
 TOTALS = ("evictions", "evicted_idle_ms", "evicted_kept", "leases_expired", "leases_refused")
+
+
+Spill = Callable[[Victim, int, memoryview], None]
+"""Takes a block that leaves memory: what it was, its checksum, and its bytes, which are valid during the call only."""
 
 
 class StorePublisher(Protocol):
@@ -103,6 +107,8 @@ class Segment:
         self._leases: dict[int, _Lease] = {}
         self._next_lease = 0
         self._on_room: Callable[[], None] | None = None
+        self._spill: Spill | None = None
+        self._on_miss: Callable[[Sequence[BlockHash]], None] | None = None
         self._totals: Counter[str] = Counter()
 
     # -- for the scheduler
@@ -194,13 +200,22 @@ class Segment:
         sole = [item for item, others in zip(hot, others_of(hot), strict=True) if not others]
         return hot_chains(blocks, sole, hot)
 
-    def evict(self, selection: Selection) -> Purge:
-        """Evict what is selected and not needed now. Only the thread that allocates may call it, or under its lock."""
+    def evict(self, selection: Selection, others: Sequence[Block] = ()) -> tuple[Purge, list[BlockHash]]:
+        """Evict what is selected and not needed now. Only the thread that allocates may call it, or under its lock.
+
+        Args:
+            selection: which blocks.
+            others: blocks that are held in another tier, to select from as well.
+
+        Returns:
+            What became of those in memory, and every hash that was selected.
+        """
         with self._lock:
             self._expire()
-            purge = self._pool.purge(select(self._pool.blocks(), selection, self._clock_ns()))
-            self._gone(purge.victims)
-            return purge
+            wanted = select([*others, *self._pool.blocks()], selection, self._clock_ns())
+            purge = self._pool.purge(wanted)
+            self._gone(purge.victims, spill=False)
+            return purge, wanted
 
     # -- content
 
@@ -247,6 +262,8 @@ class Segment:
                 self._totals["leases_refused"] += 1
                 return self._next_lease, (None,) * len(hashes)
             found = self._pool.pin(hashes)
+            if self._on_miss is not None and None in found:
+                self._on_miss([item for item, block_id in zip(hashes, found, strict=True) if block_id is None])
             held = tuple(block_id for block_id in found if block_id is not None)
             if held:
                 self._leases[self._next_lease] = _Lease(reader, held, self._clock_ns() + self.config.lease_ns)
@@ -261,6 +278,14 @@ class Segment:
             notify = self._on_room if lease is not None else None
         if notify is not None:
             notify()
+
+    def on_evict(self, spill: Spill) -> None:
+        """From now on give every block that is evicted to make room to ``spill``, under the lock; it must not block."""
+        self._spill = spill
+
+    def on_miss(self, missed: Callable[[Sequence[BlockHash]], None]) -> None:
+        """From now on tell ``missed``, under the lock, what a reader asked for in vain; it must not block."""
+        self._on_miss = missed
 
     def on_room(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, from any thread, whenever a read lease ends; it must not block."""
@@ -301,8 +326,8 @@ class Segment:
         with self._lock:
             self._pool.check()
 
-    def _gone(self, victims: Sequence[Victim]) -> None:
-        """Blocks left the pool: count and withdraw them."""
+    def _gone(self, victims: Sequence[Victim], *, spill: bool = True) -> None:
+        """Blocks left the pool and nobody has written over them yet: count and withdraw them, spill their bytes."""
         if not victims:
             return
         now_ns = self._clock_ns()
@@ -310,6 +335,11 @@ class Segment:
         self._totals["evicted_kept"] += sum(victim.kept for victim in victims)
         self._totals["evicted_idle_ms"] += sum(now_ns - victim.used_ns for victim in victims) // 1_000_000
         self._publisher.removed(self.config.tier, [victim.block_hash for victim in victims])
+        if self._spill is not None and spill:
+            for victim in victims:
+                start = self.offset(victim.block_id)
+                payload = self._memory[start : start + self.config.block_bytes]
+                self._spill(victim, self._checksums[victim.block_id], payload)
 
     def _checksum(self, block_id: BlockId) -> int:
         start = self.offset(block_id)

@@ -33,6 +33,7 @@ from kvpool.metadata.security import Security
 from kvpool.metadata.server import parse_options
 from kvpool.metadata.v1 import metadata_pb2 as pb
 from kvpool.reports import LoadSample
+from kvpool.store.blockfile import BlockFile, decode_header, encode_header
 from kvpool.tokenizer import read_tokenizer_files
 from kvpool.transport import wire as data_wire
 from kvpool.transport.compression import Codec, PlanePlan, decode_frame, encode_frame, frame_bound
@@ -261,6 +262,8 @@ _MESSAGES = {
     "report": pb.WorkerReport, "header": pb.SnapshotHeader, "delta": pb.Delta,
 }  # fmt: skip
 
+BLOCK_HEADER = encode_header(BlockFile(_HASHES[0], _HASHES[1], "tenant", 1024, "layout", 64, 1 << 63))
+
 TABLE: tuple[Decoder, ...] = (
     _direct("kvpool.transport.compression.decode_frame",
             lambda raw: decode_frame(memoryview(raw), memoryview(bytearray(FRAME_BYTES))),
@@ -281,6 +284,7 @@ TABLE: tuple[Decoder, ...] = (
             st.lists(messages(pb.Pin), max_size=3)),
     _direct("kvpool.metadata.pins_wire.view_from_wire", pins_wire.view_from_wire, messages(pb.PinView)),
     _direct("kvpool.metadata.pins_wire.tending_from_wire", pins_wire.tending_from_wire, messages(pb.TendResponse)),
+    _direct("kvpool.store.blockfile.decode_header", decode_header, st.just(BLOCK_HEADER).flatmap(mutants)),
     Decoder("kvpool.metadata.rpc.error_from_rpc", json_files(RPC_ERROR), _error_from_rpc),
     Decoder("kvpool.metadata.security.Security.from_environment", st.binary(max_size=60), _security),
     _direct("kvpool.metadata.server.parse_options", parse_options, st.lists(st.sampled_from(_ARGUMENTS), max_size=4),
@@ -321,6 +325,7 @@ NO_DECODERS = {
     "kvpool.transport.memory.MemoryTransport.read": "a command",
     "kvpool.transport.shaping.ShapingTransport.read": "a command",
     "kvpool.transfer.loader.Loader.read": "a command",
+    "kvpool.store.disk.DiskTier.load": "a command; the files it reads are parsed by kvpool.store.blockfile",
     "kvpool.transport.ucx.transport.UcxTransport.read": "a command",
     "kvpool.transport.nixl.transport.NixlTransport.read": "a command; answers are parsed by kvpool.transport.wire",
     "kvpool.transport.nixl.agent.Agent.read": "a command; the library moves the bytes, the checksum judges them",

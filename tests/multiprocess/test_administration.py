@@ -20,7 +20,7 @@ from kvpool.cluster.launcher import Cluster
 from kvpool.config import ClusterConfig, EngineConfig, MetadataConfig, StoreConfig, WorkerConfig
 from kvpool.errors import RequestError, UnavailableError
 from kvpool.hashing import block_hashes
-from kvpool.types import WorkerId
+from kvpool.types import WorkerId, WorkerKey
 from tests.multiprocess.cluster_kit import ClusterKit, wait_until
 
 pytestmark = pytest.mark.cluster
@@ -30,9 +30,10 @@ NAME = "administered"
 
 
 @pytest.fixture(scope="module")
-def kit(tiny_model_path: Path) -> Iterator[ClusterKit]:
+def kit(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterKit]:
+    disk = tmp_path_factory.mktemp("disk")
     engine = EngineConfig(model=str(tiny_model_path), num_blocks=48)
-    group = WorkerConfig(count=3, engine=engine, store=StoreConfig(tenant_quotas={"*": 6}))
+    group = WorkerConfig(count=3, engine=engine, store=StoreConfig(tenant_quotas={"*": 6}, disk_path=str(disk)))
     config = ClusterConfig(workers=(group,), metadata=MetadataConfig(replicas=2))
     kit = ClusterKit(Cluster.start(config, name=NAME))
     yield kit
@@ -70,6 +71,13 @@ def min_copies(admin: Administrator) -> list[int] | None:
         return [pin.min_copies for pin in admin.pins()]
     except UnavailableError:
         return None  # no server answers at the moment
+
+
+def came_back(kit: ClusterKit, before: WorkerKey) -> bool:
+    try:
+        return kit.routes.member(W0).key != before
+    except UnavailableError:
+        return False
 
 
 def kept(kit: ClusterKit) -> int:
@@ -169,6 +177,26 @@ def test_a_pin_outlives_the_restart_of_every_metadata_server(kit: ClusterKit, ad
     wait_until(lambda: kit.cluster.metadata.restarts == 2, 20, "both servers are started again")
     wait_until(lambda: min_copies(admin) == [1], 20, "the workers bring the pin back")
     assert admin.unpin(wanted).holders in ((W1,), ())
+
+
+def test_a_killed_worker_comes_back_with_what_it_had_on_disk(kit: ClusterKit, admin: Administrator) -> None:
+    admin.evict(older_than_s=0)
+    wanted = prompt(11, 64)
+    request = kit.request(wanted, max_tokens=5, ignore_eos=True)
+    expected = kit.run(kit.follow(kit.routes.redo(request.request_id, W0), request)).tokens
+    for seed in range(80, 90):
+        kit.warm(W0, prompt(seed, 96))
+    wait_until(lambda: kit.status()["workers"][W0]["disk"]["blocks"] >= 4, 10, "blocks are on disk")
+    before = kit.routes.member(W0).key
+    kit.signal(W0, signal.SIGKILL)
+    wait_until(lambda: came_back(kit, before), 60, "the worker is a member again")
+    kit.routes.wait_held(W0, tuple(wanted), 4, 10)
+    request = kit.request(wanted, max_tokens=5, ignore_eos=True)
+    served = kit.run(kit.follow(kit.routes.redo(request.request_id, W0), request))
+    assert served.tokens == expected
+    assert served.stats is not None
+    assert served.stats.tokens_redone == 1 + served.stats.prompt_tokens - 64
+    assert kit.status()["workers"][W0]["disk"]["read"] == 4
 
 
 def test_a_drained_worker_hands_over_what_only_it_holds_and_leaves_for_good(

@@ -29,6 +29,7 @@ from kvpool.errors import (
 from kvpool.hashing import Namespace, block_hashes
 from kvpool.plan import REDO, HolderRef, LoadSlice, Plan, PlanKind
 from kvpool.request import FinishReason, GenerateRequest, TokenLogprobs
+from kvpool.store.disk import DiskTier
 from kvpool.transfer.loader import Loader
 from kvpool.transport.base import Transport
 from kvpool.transport.memory import MemoryHub, MemoryTransport
@@ -64,13 +65,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tiny_llama(), tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture(scope="module", params=["fake over memory", "fake over ucx", "torch over ucx"])
-def kind(request: pytest.FixtureRequest, llama: Path) -> Kind:
-    if request.param == "fake over memory":
+def make_kind(name: str, model_path: Path) -> Kind:
+    """An engine over a transport, by name; ``model_path`` for the torch engine."""
+    if name == "fake over memory":
         return FAKE
-    if request.param == "fake over ucx":
+    if name == "fake over ucx":
         return replace(FAKE, transport=lambda hub: UcxTransport())
-    model = PlainModel(llama)
+    model = PlainModel(model_path)
     known: dict[GenerateRequest, list[int]] = {}
 
     def plain(wanted: GenerateRequest) -> list[int]:
@@ -78,7 +79,12 @@ def kind(request: pytest.FixtureRequest, llama: Path) -> Kind:
             known[wanted] = [item.token for item in model.greedy(wanted.prompt, wanted.sampling.max_tokens)]
         return known[wanted]
 
-    return Kind(lambda: TorchEngine(llama, block_tokens=BLOCK_TOKENS), plain, 211, lambda hub: UcxTransport())
+    return Kind(lambda: TorchEngine(model_path, block_tokens=BLOCK_TOKENS), plain, 211, lambda hub: UcxTransport())
+
+
+@pytest.fixture(scope="module", params=["fake over memory", "fake over ucx", "torch over ucx"])
+def kind(request: pytest.FixtureRequest, llama: Path) -> Kind:
+    return make_kind(request.param, llama)
 
 
 class Pool:
@@ -94,7 +100,13 @@ class Pool:
         self.failures: list[BaseException] = []
 
     def add(
-        self, engine: Engine | None = None, *, num_blocks: int = 64, patient: bool = True, **limits: int
+        self,
+        engine: Engine | None = None,
+        *,
+        num_blocks: int = 64,
+        patient: bool = True,
+        disk: DiskTier | None = None,
+        **limits: int,
     ) -> WorkerCore:
         key = WorkerKey(WorkerId(f"w{len(self.cores)}"), WorkerEpoch(1))
         engine = engine or self.kind.make()
@@ -122,6 +134,7 @@ class Pool:
                 ),
                 decode=lambda tokens: "".join(f"<{token}>" for token in tokens),
                 gate=PatientGate(BLOCK_TOKENS) if patient else None,
+                disk=disk,
                 on_failure=self.failures.append,
             )
         )

@@ -131,13 +131,13 @@ def test_an_eviction_by_hand_counts_what_stays_and_why(pool: Pool) -> None:
     pool.run(core, make_request("c", other, 1))
     chain = chain_of(core, prompt)
     lease, _ = core.segment.pin(WorkerKey(WorkerId("reader"), WorkerEpoch(1)), chain[3:4])
-    purge = core.evict(Selection(chain=chain))
+    purge, _ = core.evict(Selection(chain=chain))
     assert ([v.block_hash for v in purge.victims], purge.in_use, purge.needed) == ([chain[4]], 1, 3)
     core.segment.unpin(lease)
-    purge = core.evict(Selection(chain=chain))
+    purge, _ = core.evict(Selection(chain=chain))
     assert ([v.block_hash for v in purge.victims], purge.in_use, purge.needed) == ([chain[3], chain[2]], 0, 2)
-    assert core.evict(Selection(tenant="nobody")).victims == ()
-    purge = core.evict(Selection(idle_ns=0))
+    assert core.evict(Selection(tenant="nobody"))[0].victims == ()
+    purge, _ = core.evict(Selection(idle_ns=0))
     assert len(purge.victims) == 2 + 3 + 3
     assert core.held_hashes() == []
 

@@ -47,6 +47,7 @@ PURE = (
     "kvpool/transport/staging.py",
     "kvpool/transport/switch.py",
     "kvpool/store/answers.py",
+    "kvpool/store/blockfile.py",
     "kvpool/store/pool.py",
     "kvpool/store/selection.py",
     "kvpool/store/worth.py",
