@@ -210,7 +210,7 @@ class Promoter:
             if not blocks or origin is None:
                 continue
             source = PullSource(self._key, DISK, b"", blocks)
-            order = PullOrder(origin[1], wish[:blocks], (source,), PROMOTE_DEADLINE_NS, origin[0])
+            order = PullOrder(origin[1], wish[:blocks], (source,), PROMOTE_DEADLINE_NS, parent=origin[0])
             try:
                 self.counters["promotions"] += self._pull(order).held > 0
             except KVPoolError:
