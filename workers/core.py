@@ -341,6 +341,7 @@ class WorkerCore:
             totals["preemptions"] = self._scheduler.preemptions
         totals.update(self._puller.counters)
         totals.update({} if self._promoter is None else self._promoter.counters)
+        totals.update({} if self._parts.disk is None else self._parts.disk.counters())
         totals.update(self.segment.totals())
         if self._parts.transport is not None:
             stats = self._parts.transport.stats()

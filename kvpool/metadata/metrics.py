@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from kvpool.errors import ConfigError
 from kvpool.metadata.state import DirectoryState
+from kvpool.metadata.worker_totals import WORKER_TOTALS, WorkerTotals
 from kvpool.types import MemberState, Tier
 
 PREFIX = "kvpool_metadata_"
@@ -85,6 +86,7 @@ def metrics_of(state: DirectoryState) -> list[Metric]:
     lag_s = max((member.event_lag_ns for member in members), default=0) / 1e9
     return [
         *(CounterMetricFamily(PREFIX + name, _HELP[name], value=n) for name, n in asdict(state.counters).items()),
+        *_worker_metrics(state.worker_totals),
         by_state,
         held,
         gauge("event_lag_seconds", "Age of the oldest unanswered event batch of any worker", lag_s),
@@ -92,9 +94,26 @@ def metrics_of(state: DirectoryState) -> list[Metric]:
         gauge("max_entries", "Bound on entries", state.limits.max_entries),
         gauge("blocks", "Different blocks", index.blocks),
         gauge("unknown_removals", "Removals of blocks that were not known", index.unknown_removals),
+        gauge(
+            "entry_bytes", "Resident memory of the process for every entry", resident_bytes() / max(1, index.entries)
+        ),
         gauge("pins", "Prefixes that administrators want to stay", len(state.pins.active())),
         gauge("resident_bytes", "Resident memory of the process", resident_bytes()),
     ]
+
+
+def _worker_metrics(sums: WorkerTotals) -> list[Metric]:
+    """What all workers together have done."""
+    failures = CounterMetricFamily(
+        "kvpool_worker_failures", "Failures of loads, pulls and requests by code", labels=["kind", "code"]
+    )
+    for (family, code), count in sorted(sums.failures.items()):
+        failures.add_metric([family.removesuffix("_failures"), code], count)
+    totals = [
+        CounterMetricFamily(f"kvpool_worker_{name}", text, value=sums.totals[name])
+        for name, text in WORKER_TOTALS.items()
+    ]
+    return [*totals, failures]
 
 
 def resident_bytes() -> int:

@@ -38,6 +38,7 @@ from kvpool.metadata.events import (
 from kvpool.metadata.index import Prefixes, PrefixIndex
 from kvpool.metadata.membership import MAX_NAME_LENGTH, DirectoryLimits, Member, check_compatible, check_info
 from kvpool.metadata.pins import Duty, Pin, PinBook, PinView, Tending, assign, refuse_full, view_of
+from kvpool.metadata.worker_totals import WorkerTotals
 from kvpool.reports import WorkerReport
 from kvpool.types import BlockHash, MemberInfo, MemberState, WorkerEpoch, WorkerId, WorkerKey
 
@@ -72,6 +73,7 @@ class DirectoryState:
         self._members: dict[WorkerId, Member] = {}
         self._fences: OrderedDict[WorkerId, WorkerEpoch] = OrderedDict()
         self.pins = PinBook()
+        self.worker_totals = WorkerTotals()
         self._duties: dict[WorkerKey, tuple[Duty, ...]] = {}
         self._duties_until_ns = now_ns
         self._sequence = 0
@@ -250,6 +252,7 @@ class DirectoryState:
         if member.report is not None and report.sequence <= member.report.sequence:
             return ()
         member.report = report
+        self.worker_totals.add(report)
         self.counters.reports += 1
         return (self._emit(Reported(report)),)
 

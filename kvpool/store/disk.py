@@ -183,6 +183,16 @@ class DiskTier:
                 **{name: self._totals[name] for name in TOTALS},
             }
 
+    def counters(self) -> dict[str, int]:
+        """Running totals for reports."""
+        with self._lock:
+            lost = ("dropped", "write_errors", "read_errors", "corrupt")
+            return {
+                "disk_blocks_read": self._totals["read"],
+                "disk_blocks_written": self._totals["written"],
+                "disk_blocks_lost": sum(self._totals[name] for name in lost),
+            }
+
     # -- changing, from any thread; never waits for the disk
 
     def offer(self, victim: Victim, checksum: int, payload: memoryview) -> None:

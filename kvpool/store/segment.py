@@ -28,7 +28,7 @@ from kvpool.types import BlockHash, BlockId, Tier, WorkerKey
 
 DEFAULT_LEASE_NS = 30_000_000_000
 MAX_LEASES = 4096
-TOTALS = ("evictions", "evicted_idle_ms", "evicted_kept", "leases_expired", "leases_refused")
+TOTALS = ("leases", "evictions", "evicted_idle_ms", "evicted_kept", "leases_expired", "leases_refused")
 
 
 Spill = Callable[[Victim, int, memoryview], None]
@@ -266,6 +266,7 @@ class Segment:
                 self._on_miss([item for item, block_id in zip(hashes, found, strict=True) if block_id is None])
             held = tuple(block_id for block_id in found if block_id is not None)
             if held:
+                self._totals["leases"] += 1
                 self._leases[self._next_lease] = _Lease(reader, held, self._clock_ns() + self.config.lease_ns)
             return self._next_lease, tuple(self._held(block_id) for block_id in found)
 
@@ -316,8 +317,8 @@ class Segment:
             return self._pool.tenants()
 
     def totals(self) -> dict[str, int]:
-        """Running totals: ``evictions``; ``evicted_idle_ms``, how long victims had not been used, in sum;
-        ``evicted_kept``, those that an administrator wanted to stay; ``leases_expired``, ``leases_refused``."""
+        """Running totals: ``leases`` taken, ``leases_expired``, ``leases_refused``; ``evictions``; ``evicted_idle_ms``,
+        how long victims had not been used, in sum; ``evicted_kept``, those that an administrator wanted to stay."""
         with self._lock:
             return {name: self._totals[name] for name in TOTALS}
 

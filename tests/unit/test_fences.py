@@ -35,6 +35,7 @@ PURE = (
     "kvpool/metadata/pins.py",
     "kvpool/metadata/pins_wire.py",
     "kvpool/metadata/state.py",
+    "kvpool/metadata/worker_totals.py",
     "kvpool/metadata/events.py",
     "kvpool/metadata/masks.py",
     "kvpool/metadata/membership.py",

@@ -391,3 +391,29 @@ def test_every_counter_is_a_metric_and_labels_do_not_grow_with_the_cluster() -> 
     assert all(len(metric.samples) <= 3 for metric in metrics.values())
     held = {sample.labels["tier"]: sample.value for sample in metrics["kvpool_metadata_held_blocks"].samples}
     assert held == {"device": 10, "host": 0, "disk": 0}
+
+
+def test_what_workers_count_is_summed_once_whatever_is_repeated_lost_or_made_up() -> None:
+    state = _directory()
+    keys = [_joined(state, member(f"w{number}")) for number in range(2)]
+
+    def report(key: WorkerKey, sequence: int, **counters: int) -> None:
+        named = tuple((name.replace("__", "."), value) for name, value in counters.items())
+        state.report(WorkerReport(key, sequence, WorkerLoad(), counters=named))
+
+    report(keys[0], 1, tokens_cached=5, load_failures__stall=1, made_up=9, load_failures__nonsense=2)
+    report(keys[0], 2, tokens_cached=7, load_failures__stall=1)
+    report(keys[0], 2, tokens_cached=100)
+    report(keys[1], 1, tokens_cached=10, load_failures__nonsense=1)
+    state.tick(5000)  # both expire and come back
+    for key in keys:
+        state.join(member(str(key.worker_id)), 5000)
+    report(keys[0], 3, tokens_cached=8)
+    assert state.worker_totals.totals["tokens_cached"] == 18
+    assert state.worker_totals.failures == {("load_failures", "stall"): 1, ("load_failures", "other"): 3}
+    metrics = {metric.name: metric for metric in metrics_of(state)}
+    assert metrics["kvpool_worker_tokens_cached"].samples[0].value == 18
+    assert {tuple(sample.labels.values()) for sample in metrics["kvpool_worker_failures"].samples} == {
+        ("load", "stall"),
+        ("load", "other"),
+    }
