@@ -13,6 +13,7 @@ import pytest
 from kvpool.bench.peer import POISON, GeneratedStore, PeerOptions, PeerProcess, fill_block, read_request
 from kvpool.errors import PeerGoneError, StallError, TransferError
 from kvpool.transport.base import BlockStatus, ReadHandle, ReadProgress, ReadState
+from kvpool.transport.ucx.frames import LANE_BYTES
 from kvpool.transport.ucx.settings import Compression
 from tests.contract.transport_rig import MS, S, eventually
 
@@ -58,8 +59,11 @@ def test_a_holder_killed_at_random_points_leaves_no_late_byte_and_its_successor_
     rng = random.Random(5)
     for epoch in range(1, 6):
         with holder(epoch) as victim:
-            handle = reader.read(victim)
-            eventually(lambda handle=handle: handle.progress().bytes_arrived > 0, "the first blocks arrive")  # type: ignore[misc]
+            handle = reader.read(victim, stall_ns=S)
+            eventually(  # on a busy machine it may stall before
+                lambda handle=handle: handle.done() or handle.progress().bytes_arrived > 0,  # type: ignore[misc]
+                "the first blocks arrive",
+            )
             if rng.random() < 0.7:
                 limit = rng.randrange(BLOCKS * BLOCK)
                 eventually(
@@ -108,3 +112,32 @@ def test_frames_that_are_cut_or_sent_twice_are_never_accepted_as_something_else(
             progress = reader.read(liar, stall_ns=5 * S).wait(20 * S)
             assert progress.state is ReadState.DONE, progress.error
             reader.assert_right(progress)
+
+
+def test_readers_that_stopped_do_not_keep_frames_from_others() -> None:
+    """Each of the stopped ones holds its staging for as long as its lease runs."""
+    victims = [
+        PeerProcess(PeerOptions(f"sleeper-{number}", filled=False, compression=ALWAYS, **OPTIONS))  # type: ignore[arg-type]
+        for number in range(5)
+    ]
+    reader = Reader()
+    try:
+        with holder() as source:
+            read = {"holder": "holder", "epoch": 1, "address": source.address.hex()}
+            for victim in victims:  # the first read wires the link up
+                assert victim.ask("read", **read, numbers=[0], wait=True)["state"] == "done"
+            for victim in victims:
+                before = source.ask("stats")["bytes_served"]
+                victim.tell("read", **read, numbers=list(range(BLOCKS)), wait=True)
+                eventually(lambda before=before: source.ask("stats")["bytes_served"] > before, "runs are granted")  # type: ignore[misc]
+                victim.signal(signal.SIGSTOP)
+            assert source.ask("stats")["staging_bytes"] > 0
+            progress = reader.read(source, stall_ns=5 * S).wait(20 * S)
+            assert progress.state is ReadState.DONE, progress.error
+            reader.assert_right(progress)
+            stats = source.ask("stats")
+            assert stats["staging_bytes"] <= 5 * LANE_BYTES
+    finally:
+        reader.transport.close()
+        for victim in victims:
+            victim.kill()

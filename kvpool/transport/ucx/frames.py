@@ -41,12 +41,13 @@ from kvpool.transport.ucx.settings import Compression
 from kvpool.transport.verify import INLINE_BYTES, Check, Helpers
 from kvpool.types import WorkerKey
 
-STAGING_BYTES = 64 << 20  # of a holder, over all its readers
+STAGING_BYTES = 64 << 20  # of a holder; and one run for every reader that has none
 FRAME_RUN_BYTES = 1 << 20  # longest framed run: the codecs and the wire work on neighbouring runs at the same time
 REPLAN_BYTES = 256 << 20  # packed with one plan before the planes are looked at again
-RESAMPLE_BYTES = 64 << 20  # raw traffic of slow links between two samples, while no frame teaches anything
+RESAMPLE_BYTES = 512 << 20  # raw traffic of slow links between two samples, while no frame teaches anything
 MAX_SWITCHES = 4096
-PACK_AHEAD = 4  # runs that wait for helpers at once, so that nothing else waits long behind them
+PACK_AHEAD = 3  # runs of one link that wait for helpers at once, so that nothing else waits long behind them
+LANE_BYTES = 16 << 20  # of staging per reader
 
 Clock = Callable[[], int]
 """CPU time of the calling thread: what a codec costs. What else ran meanwhile shows in what frames deliver."""
@@ -246,8 +247,19 @@ class FrameReader:
         return switch
 
 
+@dataclass(slots=True, eq=False)
+class Lane:
+    """What one reader's link holds of a holder's helpers and staging."""
+
+    packing: int = 0
+    staged_bytes: int = 0
+
+
 class FrameWriter:
     """The holder's side.
+
+    A reader that takes nothing holds `LANE_BYTES` of staging at most, and a link that holds nothing may always have one
+    run packed, so that readers who stopped never keep others waiting.
 
     Args:
         mode: OFF answers every pull raw.
@@ -260,7 +272,6 @@ class FrameWriter:
         self._pool = StagingPool(STAGING_BYTES)
         self._plans: dict[Codec, PlanePlan] = {}
         self._packed_bytes: dict[Codec, int] = {}
-        self._packing = 0
         self.encode_ns = 0
 
     @property
@@ -272,45 +283,48 @@ class FrameWriter:
         """How to answer a reader that wants these codecs; RAW when it wants none that is known here."""
         return Codec.RAW if self._mode is Compression.OFF else decodable(wanted) or Codec.RAW
 
-    def fits(self, run_bytes: int) -> bool:
-        """Whether there is staging for a run, and helpers are not busy packing already."""
-        return self._packing < PACK_AHEAD and self._pool.fits(frame_bound(run_bytes))
+    def fits(self, run_bytes: int, lane: Lane) -> bool:
+        """Whether a run may be packed for a link now."""
+        size = frame_bound(run_bytes)
+        if not lane.staged_bytes:
+            return True
+        return lane.packing < PACK_AHEAD and lane.staged_bytes + size <= LANE_BYTES and self._pool.fits(size)
 
-    def pack(self, run: memoryview, codec: Codec, then: Callable[[Staging, int, int], None]) -> None:
+    def pack(self, run: memoryview, codec: Codec, lane: Lane, then: Callable[[Staging, int, int], None]) -> None:
         """Pack a run on a helper's thread; see `fits`. The run must stay as it is until then.
 
         Args:
             run: pinned blocks.
             codec: what the reader was told.
+            lane: of its link.
             then: gets the staging, the frame's length in it and the time, on the progress thread; it owns the staging.
         """
         staging = self._pool.take(frame_bound(len(run)))
-        self._packing += 1
+        lane.packing += 1
+        lane.staged_bytes += len(staging.view)
         self._packed_bytes[codec] = self._packed_bytes.get(codec, 0) + len(run)
         if self._packed_bytes[codec] > REPLAN_BYTES:
             self._packed_bytes[codec] = 0
             self._plans.pop(codec, None)
-        self._helpers.submit(
-            functools.partial(_pack, run, codec, self._plans.get(codec), staging.view),
-            lambda packed, now_ns: self._packed(codec, staging, packed, then, now_ns),
-        )
 
-    def _packed(
-        self, codec: Codec, staging: Staging, packed: _Packed, then: Callable[[Staging, int, int], None], now_ns: int
-    ) -> None:
-        self._packing -= 1
-        self._plans[codec] = packed.plan
-        self.encode_ns += packed.encode_ns
-        then(staging, packed.frame_bytes, now_ns)
+        def take(packed: _Packed, now_ns: int) -> None:
+            lane.packing -= 1
+            self._plans[codec] = packed.plan
+            self.encode_ns += packed.encode_ns
+            then(staging, packed.frame_bytes, now_ns)
 
-    def release(self, staging: Staging | None) -> None:
+        self._helpers.submit(functools.partial(_pack, run, codec, self._plans.get(codec), staging.view), take)
+
+    def release(self, staging: Staging | None, lane: Lane) -> None:
         """It was sent, or never will be; nothing to do for one that was written off."""
         if staging is not None and not staging.over:
+            lane.staged_bytes -= len(staging.view)
             self._pool.give_back(staging)
 
-    def write_off(self, staging: Staging | None) -> None:
+    def write_off(self, staging: Staging | None, lane: Lane) -> None:
         """Its link was given up while the send was open."""
         if staging is not None and not staging.over:
+            lane.staged_bytes -= len(staging.view)
             self._pool.write_off(staging)
 
 

@@ -21,7 +21,7 @@ from kvpool.transport.handle import LocalEnd
 from kvpool.transport.staging import Staging
 from kvpool.transport.ucx.direct import DirectMemory
 from kvpool.transport.ucx.fabric import Connection, Operation, Port
-from kvpool.transport.ucx.frames import FRAME_RUN_BYTES, FrameWriter
+from kvpool.transport.ucx.frames import FRAME_RUN_BYTES, FrameWriter, Lane
 from kvpool.transport.ucx.settings import UcxOptions
 from kvpool.transport.verify import Helpers
 from kvpool.transport.wire import (
@@ -83,6 +83,7 @@ class ReaderLink:
     connection: Connection
     last_used_ns: int
     broken_ns: int | None = None
+    lane: Lane = field(default_factory=Lane)
     serves: dict[int, Serve] = field(default_factory=dict)
 
 
@@ -257,9 +258,10 @@ class ServerHalf:
                 index, data = serve.granted, self._run_bytes(serve, serve.granted)
                 if serve.codec is Codec.RAW:
                     self._send_run(link, serve, index, data, None)
-                elif self.frames.fits(len(data)):
+                elif self.frames.fits(len(data), link.lane):
                     serve.packing += 1
-                    self.frames.pack(data, serve.codec, functools.partial(self._take_packed, link, serve, index))
+                    then = functools.partial(self._take_packed, link, serve, index)
+                    self.frames.pack(data, serve.codec, link.lane, then)
                 else:
                     return  # what was packed and sent makes room
                 serve.granted = index + 1
@@ -272,13 +274,13 @@ class ServerHalf:
         """Send a run that a helper packed, unless its link is over."""
         serve.packing -= 1
         if link.broken_ns is not None:
-            self.frames.release(staging)
+            self.frames.release(staging, link.lane)
             self._collect(link, now_ns)
             return
         try:
             self._send_run(link, serve, index, staging.view[:frame_bytes], staging)
         except KVPoolError:
-            self.frames.release(staging)
+            self.frames.release(staging, link.lane)
             self._break(link, now_ns)
             return
         self._move(link, serve, now_ns)
@@ -319,7 +321,7 @@ class ServerHalf:
         moved = False
         for serve in list(link.serves.values()):
             while serve.sends and serve.sends[0][0].completed:
-                self.frames.release(serve.sends.popleft()[1])
+                self.frames.release(serve.sends.popleft()[1], link.lane)
                 moved = True
             if serve.granted < serve.wanted and link.broken_ns is None:
                 self._move(link, serve, now_ns)
@@ -347,7 +349,7 @@ class ServerHalf:
         self._settle(link, now_ns)
         for serve in link.serves.values():
             for _, staging in serve.sends:
-                self.frames.write_off(staging)
+                self.frames.write_off(staging, link.lane)
         self._next_tick_ns = 0
 
     def _look_at_timers(self, now_ns: int) -> None:
