@@ -33,6 +33,7 @@ from router.signals import Features
 
 MAX_CONCURRENT_CALLS = 1000
 READY_POLL_S = 0.05
+MAX_STRIPES = 4  # holders that one load may come from at once
 READY_TIMEOUT_S = 60.0
 
 
@@ -67,7 +68,7 @@ class RouterActor:
             self._watcher,
             time.monotonic_ns,
             policy=config.policy,
-            features=Features(split=True),
+            features=Features(split=True, stripes=MAX_STRIPES),
             max_records=config.max_records,
             router_id=f"r{self._started_ns:x}",
         )

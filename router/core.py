@@ -159,6 +159,9 @@ class RouterCore:
         self._fleet.note_arrival(decision.position, now_ns)
         part = self._hand_over(request, snapshot, decision, decoders, decision_id) if decoders else None
         self._by_kind[decision.plan.kind.value] += 1
+        if decision.together:
+            self._counters["striped_loads"] += 1
+            self._learned.together.begin(decision.worker, now_ns + decision.plan.load_deadline_ns)
         view = snapshot.workers[decision.position]
         return Route(
             request_id=meta.request_id,
@@ -209,6 +212,7 @@ class RouterCore:
             features=self._features,
             arrival_scale=self._fleet.arrival_scale(now_ns),
             pressure=self._fleet.pressure(),
+            together=self._learned.together.shares,
         )
 
     def release(self, request_id: RequestId) -> None:
@@ -304,6 +308,7 @@ class RouterCore:
                 prefill.elapsed_ns,
                 report.load.running_requests,
             )
+        self._learned.together.fade(key, now_ns)
         for load in report.loads:
             self._learn_load(key, load, now_ns)
         for outcome in report.outcomes:
@@ -332,9 +337,15 @@ class RouterCore:
             self._fleet.set_totals(key, self._ledger.totals(key))
         if second:
             return  # the record is about the first token
-        if self._records.join(outcome) is None:
+        record = self._records.join(outcome)
+        if record is None:
             self._counters["outcomes_without_record"] += 1
             return
+        if record.decision.together and outcome.bytes_loaded and not outcome.load_failures:
+            start_ns, byte_ns = record.decision.together
+            expected_ns = start_ns + outcome.bytes_loaded * byte_ns
+            worker = record.decision.worker
+            self._learned.together.observe(worker, expected_ns, outcome.load_ns, self._clock_ns())
         self._counters["outcomes"] += 1
 
     # ---- telling
@@ -438,7 +449,7 @@ class RouterCore:
 
     def _learn_load(self, reader: WorkerKey, load: LoadSample, now_ns: int) -> None:
         holder = load.holder
-        if self._learned.load(reader.worker_id, load, self._tiers.get(holder), now_ns):
+        if self._learned.load(reader, load, self._tiers.get(holder), now_ns):
             self._fleet.links_changed(holder.worker_id)
         if load.failure is None:
             self._learned.failures.observe(holder, False, now_ns)

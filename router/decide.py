@@ -27,9 +27,10 @@ from kvpool.types import RequestId, Tier, WorkerKey
 from router import cost
 from router.bounds import Ahead, Fleetwide, Reach, best_case, load_bound, look_ahead, pairs_in_reach, rest_ns
 from router.cost import Pair, Price
-from router.planning import Params, Promise, build_plan, build_promise
+from router.planning import Params, Promise, build_plan, build_promise, build_striped_plan
 from router.scores import FEW_WORKERS, Column, Scores, crowds, harm_ns, score_redo
 from router.signals import Floats, Holding, RequestView, Snapshot, holdings
+from router.striping import MIN_GAIN, Stripes, Way, best_stripes
 
 LOOSE_PAIRS = 3
 """With more pairs than this below the best score, a tighter bound is cheaper than pricing them all."""
@@ -57,6 +58,7 @@ class Decision(NamedTuple):
         loads: plans with loads that were priced; all others could not have been chosen.
         own_blocks: what the chosen worker itself has of the prompt.
         holders: workers that hold a part of the prompt.
+        together: for a load from several holders, when it starts and its time per byte as the plan expects them.
         load_floor_ns: no load that was not priced could have had a lower score; None when there was none.
     """
 
@@ -73,6 +75,7 @@ class Decision(NamedTuple):
     own_blocks: int
     holders: int = 0
     load_floor_ns: float | None = None
+    together: tuple[float, float] | None = None
 
 
 class _Choice(NamedTuple):
@@ -121,20 +124,30 @@ def decide(request: RequestView, snapshot: Snapshot, params: Params, few: int = 
     loads: list[LoadPrice] = []
     if params.loads and snapshot.features.load and case.held:
         choice, floor = _best_load(case, choice, loads)
+    stripes = None
+    if params.loads and snapshot.features.stripes > 1 and len(case.held) > 1:
+        choice, stripes = _best_stripes(case, choice, loads)
     position = choice.position
     own = case.owners.get(position, 0)
-    plan = build_plan(snapshot, params, case.held, choice.price, choice.source, position, own)
+    if stripes is None:
+        plan = build_plan(snapshot, params, case.held, choice.price, choice.source, position, own)
+        promise = build_promise(request, snapshot, plan, choice.price, position, own, choice.byte_ns)
+    else:
+        plan, transfers = build_striped_plan(snapshot, params, case.held, stripes, position, own)
+        promise = build_promise(request, snapshot, plan, choice.price, position, own, 0.0)
+        promise = promise._replace(transfers=transfers)
     return Decision(
         request_id=request.request_id,
         worker=snapshot.workers[position].key,
         position=position,
         plan=plan,
         price_ns=round(choice.price.ttft_ns),
+        together=None if stripes is None else (stripes.start_ns, stripes.byte_ns),
         owners=case.owners,
         wait=case.scores.wait,
         redo=case.scores.redo,
         loads=tuple(loads),
-        promise=build_promise(request, snapshot, plan, choice.price, position, own, choice.byte_ns),
+        promise=promise,
         own_blocks=own,
         holders=len(case.held),
         load_floor_ns=floor,
@@ -290,6 +303,56 @@ def _with_harm(case: _Case, fleet: Fleetwide, times: Floats, gpu: Floats) -> Flo
     if fleet.keep is not None:
         times += fleet.keep
     return times
+
+
+def _best_stripes(case: _Case, choice: _Choice, loads: list[LoadPrice]) -> tuple[_Choice, Stripes | None]:
+    """The better of a choice and loading from several holders, on the worker that is best without that and on the one
+    that is free first; appends what was priced."""
+    snapshot, params = case.snapshot, case.params
+    columns, best = snapshot.columns, None
+    wait = case.scores.wait
+    free = wait.index(min(wait)) if isinstance(wait, list) else int(wait.argmin())
+    for position in dict.fromkeys((choice.position, free)):
+        own = case.owners.get(position, 0)
+        longest = max((item.blocks for item in case.held if item.position != position), default=0)
+        sources = [
+            item
+            for item in case.held
+            if item.blocks == longest > own and item.position != position and columns.holder.item(item.position)
+        ]
+        if len(sources) < 2:
+            continue
+        ways = [_way(case, position, item) for item in sources]
+        key = snapshot.workers[position].key
+        found = best_stripes(
+            _make_pair(case, position, sources[0], 0.0, (0.0, 0.0)),
+            ways,
+            snapshot.footprint,
+            params.costs,
+            split=snapshot.features.split,
+            most=snapshot.features.stripes,
+            together=snapshot.together.get(key, 1.0),
+        )
+        if found is None:
+            continue
+        price, first = found.price, found.ways[0]
+        loads.append(LoadPrice(position, first.holding, price))
+        keep = 0.0 if case.scores.keep is None else float(case.scores.keep[position])
+        score = price.ttft_ns + harm_ns(params.harm, price.gpu_ns, case.scores.crowd_at(position)) + keep
+        if score < choice.score - MIN_GAIN * choice.price.ttft_ns:
+            requests = columns.requests.item(position)
+            turn = _turn(case, position)
+            choice = _Choice(score, price.gpu_ns, requests, turn, position, price, first.holding, found.byte_ns)
+            best = found
+    return choice, best
+
+
+def _way(case: _Case, position: int, source: Holding) -> Way:
+    snapshot, columns, now_ns = case.snapshot, case.snapshot.columns, case.snapshot.now_ns
+    key = snapshot.workers[source.position].key
+    link = snapshot.links.curve(key.worker_id, snapshot.workers[position].key.worker_id, source.tier, now_ns)
+    backlog = max(columns.out_free_ns.item(source.position), columns.in_free_ns.item(position)) - now_ns
+    return Way(source, max(0.0, backlog) + link.alpha_ns, link.byte_ns, snapshot.failures.probability(key, now_ns))
 
 
 def _first(case: _Case, bounds: Floats, least: float) -> int:

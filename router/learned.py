@@ -15,6 +15,7 @@ from kvpool.reports import LoadSample
 from kvpool.types import MemberInfo, Tier, WorkerEpoch, WorkerId, WorkerKey
 from router.decoding import DecodeEstimators
 from router.estimators import FailureEstimators, LinkEstimators, PrefillEstimators
+from router.together import Together
 
 VERSION = 2
 MAX_SAVED_LINKS = 2000
@@ -26,6 +27,7 @@ class Learned:
 
     Attributes:
         prefills, links, failures: see `router.estimators`.
+        together: see `router.together`; new after a restart.
         decodes: see `router.decoding`; new after a restart, since a worker's next two reports teach it again.
         observations: grows with everything that is learned.
     """
@@ -35,6 +37,7 @@ class Learned:
         self.links = LinkEstimators()
         self.failures = FailureEstimators()
         self.decodes = DecodeEstimators()
+        self.together = Together()
         self.observations = 0
         self._calibrated: dict[WorkerId, WorkerEpoch] = {}
 
@@ -53,7 +56,7 @@ class Learned:
         self.observations += 1
         self.prefills.observe(worker, new_tokens, context_tokens, elapsed_ns, decoding)
 
-    def load(self, reader: WorkerId, load: LoadSample, tier: Tier | None, now_ns: int) -> bool:
+    def load(self, reader: WorkerKey, load: LoadSample, tier: Tier | None, now_ns: int) -> bool:
         """Learn how a load from ``tier`` of its holder went; None when the holder is unknown.
 
         A load that was given up half-way timed the bytes that came, so a link that never keeps up is learned too.
@@ -62,14 +65,19 @@ class Learned:
             Whether the link's curve changed.
         """
         self.observations += 1
-        timed = tier is not None and load.bytes > 0 and load.failure in (None, TransferCancelledError.code)
-        if timed and tier is not None:
-            self.links.observe((load.holder.worker_id, reader, tier), load.bytes, load.elapsed_ns, now_ns)
-        return timed
+        if tier is None or load.bytes <= 0 or load.failure not in (None, TransferCancelledError.code):
+            return False
+        link = (load.holder.worker_id, reader.worker_id, tier)
+        known = self.links.curve(*link, now_ns)
+        if self.together.running(reader, now_ns) and load.elapsed_ns > known.time_ns(load.bytes):
+            return False
+        self.links.observe(link, load.bytes, load.elapsed_ns, now_ns)
+        return True
 
     def forget(self, key: WorkerKey) -> None:
         """An incarnation is gone. Speeds stay: they are the machine's, and it may come back."""
         self.failures.forget(key)
+        self.together.forget(key)
 
     def to_dict(self, now_ns: int) -> dict[str, Any]:
         """Plain data, bounded."""

@@ -92,7 +92,7 @@ class Ledger:
             holder = self._account(transfer.holder)
             ends.append(max(holder.out_free_ns, reader.in_free_ns, now_ns) + transfer.busy_ns)
             holder.out_free_ns = max(holder.out_free_ns, now_ns) + transfer.busy_ns
-            reader.in_free_ns = max(reader.in_free_ns, now_ns) + transfer.busy_ns
+            reader.in_free_ns = max(reader.in_free_ns, now_ns) + transfer.in_ns
             changed.add(transfer.holder)
         due_ns = max(reader.gpu_free_ns, reader.in_free_ns) + self._bound_ns
         self._entries[request] = _Entry(promise, due_ns, tuple(ends))
@@ -127,7 +127,7 @@ class Ledger:
         for transfer, end_ns in zip(promise.transfers, entry.ends_ns, strict=True):
             unused = min(transfer.busy_ns, max(0.0, end_ns - now_ns))
             if reader is not None:
-                reader.in_free_ns = max(0.0, reader.in_free_ns - unused)
+                reader.in_free_ns = max(0.0, reader.in_free_ns - min(unused, transfer.in_ns))
             holder = self._accounts.get(transfer.holder)
             if holder is not None:
                 holder.out_free_ns = max(0.0, holder.out_free_ns - unused)

@@ -9,6 +9,7 @@ from kvpool.plan import HolderRef, LoadSlice, Plan, PlanKind
 from kvpool.types import WorkerKey
 from router.cost import Costs, Price
 from router.signals import Holding, RequestView, Snapshot
+from router.striping import Stripes, deal, first_block
 
 MAX_ALTERNATES = 3
 
@@ -80,11 +81,18 @@ class Params:
 
 
 class Transfer(NamedTuple):
-    """Link time that a decision promises: ``busy_ns`` on the holder's way out and on the reader's way in."""
+    """Link time that a decision promises: ``busy_ns`` on the holder's way out; on the reader's way in the same, or
+    ``reader_ns`` when others load at the same time."""
 
     holder: WorkerKey
     num_bytes: int
     busy_ns: float
+    reader_ns: float | None = None
+
+    @property
+    def in_ns(self) -> float:
+        """Time on the reader's way in."""
+        return self.busy_ns if self.reader_ns is None else self.reader_ns
 
 
 class Promise(NamedTuple):
@@ -106,29 +114,54 @@ def build_plan(
     own_blocks: int,
 ) -> Plan:
     """The plan of the worker at ``position``; other holders of the first missing block stand behind the source."""
-    predicted_ns = round(price.happy_ns)
     if source is None:
-        return Plan(kind=PlanKind.REDO, predicted_ttft_ns=predicted_ns)
-    start = own_blocks
-    if price.front_tokens is not None:
-        start = min(price.boundary - 1, own_blocks + price.front_tokens // snapshot.footprint.block_tokens)
+        return Plan(kind=PlanKind.REDO, predicted_ttft_ns=round(price.happy_ns))
+    start = first_block(price, own_blocks, snapshot.footprint.block_tokens)
+    piece = _slice(snapshot, held, source, position, start, price.boundary)
+    return _plan_of(params, price, (piece,))
+
+
+def build_striped_plan(
+    snapshot: Snapshot, params: Params, held: list[Holding], stripes: Stripes, position: int, own_blocks: int
+) -> tuple[Plan, tuple[Transfer, ...]]:
+    """The plan of the worker at ``position`` over several holders, and the link time it takes of each."""
+    price, footprint = stripes.price, snapshot.footprint
+    start = first_block(price, own_blocks, footprint.block_tokens)
+    first = [way.holding for way in stripes.ways]
+    ordered = first + [item for item in held if item not in first]  # who takes part stands behind the others
+    pieces = tuple(
+        _slice(snapshot, ordered, first[who], position, low, high)
+        for low, high, who in deal(start, price.boundary, stripes.blocks)
+    )
+    transfers = []
+    for number, (way, blocks) in enumerate(zip(stripes.ways, stripes.blocks, strict=True)):
+        num_bytes = blocks * footprint.block_bytes + (0 if number else footprint.fixed_bytes)
+        key = snapshot.workers[way.holding.position].key
+        transfers.append(Transfer(key, num_bytes, num_bytes * way.byte_ns, num_bytes * stripes.byte_ns))
+    return _plan_of(params, price, pieces), tuple(transfers)
+
+
+def _slice(snapshot: Snapshot, held: list[Holding], source: Holding, position: int, start: int, stop: int) -> LoadSlice:
     holder = snapshot.workers[source.position]
-    piece = LoadSlice(
+    return LoadSlice(
         start=start,
-        stop=price.boundary,
+        stop=stop,
         holder=holder.key,
         transport=holder.transport,
         data_address=holder.data_address,
         tier=source.tier,
         alternates=_alternates(snapshot, held, source, position, start),
     )
+
+
+def _plan_of(params: Params, price: Price, loads: tuple[LoadSlice, ...]) -> Plan:
     return Plan(
         kind=price.kind,
-        loads=(piece,),
+        loads=loads,
         split_tokens=price.front_tokens,
         load_deadline_ns=round(max(params.min_deadline_ns, params.deadline_factor * price.load_ns)),
         stall_ns=round(max(params.min_stall_ns, price.load_ns)),
-        predicted_ttft_ns=predicted_ns,
+        predicted_ttft_ns=round(price.happy_ns),
         predicted_load_ns=round(price.load_ns),
     )
 

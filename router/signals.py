@@ -182,10 +182,11 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Plans the workers can execute besides redo."""
+    """Plans the workers can execute besides redo; ``stripes`` is how many holders one load may come from at once."""
 
     load: bool = True
     split: bool = False
+    stripes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +206,7 @@ class Snapshot:
         oldest_report_ns: least of ``columns.reported_ns``.
         features: what the workers can execute.
         arrival_scale: ``columns.arrivals * arrival_scale`` is the recent rate of requests per ns of each worker.
+        together: share of the sum of single links that a reader takes from several holders at once; 1 where unknown.
         pressure: how soon what leaves each worker's cache would have been wanted again, against the mean of all.
     """
 
@@ -221,6 +223,7 @@ class Snapshot:
     features: Features = field(default_factory=Features)
     arrival_scale: float = 0.0
     pressure: Floats | None = None
+    together: Mapping[WorkerKey, float] = field(default_factory=dict)
 
 
 class Holding(NamedTuple):

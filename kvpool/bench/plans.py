@@ -26,6 +26,7 @@ from kvpool.transfer.loader import Loader
 from kvpool.transport.memory import MemoryHub, MemoryTransport
 from kvpool.transport.shaping import LinkShape, ShapingTransport
 from kvpool.types import BlockHash, RequestId, Tier, WorkerEpoch, WorkerId, WorkerKey
+from router.striping import deal
 from workers.core import CoreParts, WorkerCore
 from workers.gate import Gate, LoadView, Ruling, Verdict
 
@@ -278,10 +279,11 @@ class Rig:
 
     def _plan(self, kind: PlanKind, start: int, load_s: float, holders: Sequence[int], stop: int | None = None) -> Plan:
         stop = self._blocks if stop is None else stop
-        share = -(-(stop - start) // len(holders))
+        count = len(holders)
+        shares = [(stop - start) * (n + 1) // count - (stop - start) * n // count for n in range(count)]
         slices = tuple(
-            LoadSlice(at, min(at + share, stop), _key(number), "memory", self.links[number].address, Tier.HOST)
-            for number, at in zip(holders, range(start, stop, share), strict=True)
+            LoadSlice(low, high, _key(holders[who]), "memory", self.links[holders[who]].address, Tier.HOST)
+            for low, high, who in deal(start, stop, shares)
         )
         load_ns = int(load_s * 1e9)
         return Plan(

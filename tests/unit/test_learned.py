@@ -24,7 +24,7 @@ def taught() -> Learned:
     learned.member(replace(member(0), calibration=(PrefillSample(512, 0, 80 * MS),)))
     for number in range(20):
         learned.prefill(key(0).worker_id, 512 + number, 0, 90 * MS, 0)
-        learned.load(key(0).worker_id, LOAD, Tier.HOST, number * S)
+        learned.load(key(0), LOAD, Tier.HOST, number * S)
     learned.failures.observe(key(1), True, 19 * S)
     return learned
 
