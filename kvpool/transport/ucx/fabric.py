@@ -12,6 +12,7 @@ into its buffer. `Operation` therefore owns the buffer, and its owner keeps the 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ from kvpool.errors import KVPoolError
 from kvpool.transport.ucx.errors import FOREIGN, from_ucx
 from kvpool.transport.ucx.native import FailedEndpointClose, forget_cancelled_requests
 from kvpool.transport.wire import MAX_MESSAGE_BYTES, is_data_tag
+
+log = logging.getLogger(__name__)
 
 PROBES_PER_STEP = 64
 RETIRED_NS = 5_000_000_000
@@ -213,12 +216,16 @@ class PortSet:
     get there. In a healthy cluster there is one port; a reconnection to a living incarnation takes another one, up to
     `MAX_PORTS` (a dozen descriptors and 4 MiB each), then the one that met the address longest ago.
 
+    UCX makes no further worker once a network interface that it met at the start is gone, and every try leaks
+    descriptors. The set then stays as it is.
+
     Ports live as long as the set: a peer that still connects to a worker when it vanishes may crash inside UCX.
     """
 
     def __init__(self, context: Any) -> None:
         self._context = context
         self.ports: list[Port] = [Port(context)]
+        self._complete = False
         self._met: dict[bytes, list[Port]] = {}  # by address, longest ago first
 
     def connect(self, address: bytes, peer: str) -> Connection:
@@ -230,7 +237,7 @@ class PortSet:
         met = self._met.setdefault(address, [])
         port = next((port for port in self.ports if port not in met), None)
         if port is None:
-            port = self._add() if len(self.ports) < MAX_PORTS else met.pop(0)
+            port = self._add() or met.pop(0)
         met.append(port)
         while len(self._met) > MAX_ADDRESSES:
             del self._met[next(iter(self._met))]
@@ -241,11 +248,16 @@ class PortSet:
         for port in self.ports:
             port.progress_all()
 
-    def _add(self) -> Port:
+    def _add(self) -> Port | None:
+        if self._complete:
+            return None
         try:
             self.ports.append(Port(self._context))
         except FOREIGN as error:
-            raise from_ucx(error, "creating a UCX worker", "self") from error
+            log.warning("UCX makes no further worker, %d must do: %s", len(self.ports), error)
+            self._complete = True
+            return None
+        self._complete = len(self.ports) == MAX_PORTS
         return self.ports[-1]
 
 
