@@ -397,13 +397,13 @@ def _world(
 
 @contextlib.contextmanager
 def _shared_memory() -> Iterator[World]:
-    with _world("shared memory", {}, {}) as world:
+    with _world("shared memory", LOOPBACK, LOOPBACK) as world:
         yield world
 
 
 @contextlib.contextmanager
 def _tcp() -> Iterator[World]:
-    settings = {"TLS": "tcp,self"}
+    settings = {"TLS": "tcp,self", **LOOPBACK}
     with _world("tcp", settings, settings) as world:
         yield world
 
