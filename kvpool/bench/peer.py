@@ -255,7 +255,7 @@ class _Server:
         self._handles: list[ReadHandle] = []
 
     def do_corrupt(self, number: int) -> dict[str, Any]:
-        """Flip a bit of a block after it was sealed."""
+        """Flip a bit of a block after it was sealed; twice makes it right again."""
         self.store.page(number)[-1] ^= 1
         return {}
 

@@ -31,7 +31,7 @@ CLAIMS = st.lists(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(CLAIMS, st.integers(0, 40 * MIB), st.integers(0, 60 * MIB), st.integers(1, 10), st.integers(0, 7))
 def test_windows_hold_and_every_run_goes_once_and_in_order(
     drawn: list[tuple[int, int, tuple[int, ...], int]], lane_bytes: int, process_bytes: int, runs: int, turn: int
@@ -94,7 +94,7 @@ class World:
         self.reads = [read for read in self.reads if read.first < len(read.runs)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 40),
     st.sampled_from([8 * MIB, 16 * MIB, 32 * MIB]),
