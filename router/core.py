@@ -26,6 +26,7 @@ from router.decide import Decision
 from router.fleet import Fleet
 from router.learned import Learned
 from router.ledger import Ledger
+from router.peers import Peers
 from router.planning import Params
 from router.policies import Policy, make_policy
 from router.record import DecisionRecord, RecordStore, explain_lines
@@ -117,6 +118,7 @@ class RouterCore:
         self._counters: Counter[str] = Counter()
         self._by_kind: Counter[str] = Counter()
         self._room = WaitingRoom()
+        self._peers = Peers()
         self._admissions: Counter[str] = Counter()
         self._failures_by_kind: Counter[str] = Counter()
         self._failures_by_link: Counter[tuple[WorkerId, WorkerId, str]] = Counter()
@@ -154,7 +156,8 @@ class RouterCore:
         decision_id = f"{self._router_id}-{self._decided}"
         admission = self._admit(meta, decision_id, request, snapshot, decision)
         self._remember(decision_id, request, snapshot, decision, admission)
-        for key in self._ledger.reserve(meta.request_id, decision.promise, now_ns):
+        promise = decision.promise._replace(gpu_ns=decision.promise.gpu_ns * self._peers.scale)
+        for key in self._ledger.reserve(meta.request_id, promise, now_ns):
             self._fleet.set_totals(key, self._ledger.totals(key))
         self._fleet.note_arrival(decision.position, now_ns)
         part = self._hand_over(request, snapshot, decision, decoders, decision_id) if decoders else None
@@ -316,6 +319,8 @@ class RouterCore:
         curve = self._learned.prefills.curve(key.worker_id).beside(report.load.running_requests)
         work_ns = cost.queue_ns(report.load, curve)
         served = report.load.served_request_ids
+        for request in served:
+            self._peers.accepted(own=request in self._ledger or _second(request) in self._ledger)
         if len(self._ledger):
             served += tuple(_second(request) for request in served)
         self._ledger.on_report(key, work_ns, served, now_ns)
@@ -397,6 +402,7 @@ class RouterCore:
             "records": len(self._records),
             "records_dropped": self._records.dropped,
             "promises": len(self._ledger),
+            "share_of_the_traffic": 1.0 / self._peers.scale,
             "counters": dict(self._counters),
         }
 

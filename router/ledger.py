@@ -69,6 +69,9 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, request: RequestId) -> bool:
+        return request in self._entries
+
     def totals(self, worker: WorkerKey) -> Totals:
         """What is promised with a worker."""
         account = self._accounts.get(worker)

@@ -63,6 +63,7 @@ PURE = (
     "router/decide.py",
     "router/ledger.py",
     "router/fit.py",
+    "router/peers.py",
     "router/striping.py",
     "router/together.py",
     "router/status.py",
