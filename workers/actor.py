@@ -173,7 +173,7 @@ class WorkerActor:
         status = core.status()
         return {
             "key": str(self._key),
-            "digest": set_digest(core.held_hashes()),
+            "digest": set_digest({*core.held_hashes(), *core.disk_hashes()}),
             "broken": broken,
             "active": status["running"] + status["waiting"] + status["loads_in_flight"],
             "failures": status["failures"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import sys
 import tempfile
 import time
@@ -143,19 +144,24 @@ def _run_all(
     needs = [require_possible(run, embedded=where.embedded) for run in runs]
     judged = []
     for need in dict.fromkeys(needs):
-        under_test = _open(where, need)
+        disk_path = tempfile.mkdtemp(prefix="kvpool.disks-") if need.disk else None
+        under_test = _open(where, need, disk_path)
         try:
             for run in (run for run, its in zip(runs, needs, strict=True) if its == need):
                 judged.append(_run(under_test, run, options, folder))
         finally:
             progress("ending the cluster" if where.embedded else "leaving the cluster as it is")
             under_test.close()
+            if disk_path is not None:
+                shutil.rmtree(disk_path, ignore_errors=True)
     return judged
 
 
-def _open(where: _Where, needs: Needs) -> ClusterUnderTest:
+def _open(where: _Where, needs: Needs, disk_path: str | None) -> ClusterUnderTest:
     if where.embedded:
-        config = embedded_config(needs, workers=where.workers, lease_ms=where.lease_ms, model=where.model)
+        config = embedded_config(
+            needs, workers=where.workers, lease_ms=where.lease_ms, model=where.model, disk_path=disk_path
+        )
         try:
             return ClusterUnderTest.start(config, f"inject-{uuid.uuid4().hex[:8]}", progress, needs.ray_nodes)
         except UnavailableError as error:  # a busy machine; what ran before must not be lost for that

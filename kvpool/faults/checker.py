@@ -23,7 +23,10 @@ def _codes(kinds: Iterable[type[KVPoolError]]) -> frozenset[str]:
     return frozenset(code for kind in kinds for code in (kind.code, *_codes(kind.__subclasses__())))
 
 
-KNOWN_REASONS = _codes((UnavailableError, StaleError, CapacityError, TransferError))
+DISK = "disk"
+"""What a worker calls a load from its own disk that the file system refused."""
+
+KNOWN_REASONS = _codes((UnavailableError, StaleError, CapacityError, TransferError)) | {DISK}
 """Names under which a request may fall back on another worker or on redoing what it could not load."""
 
 

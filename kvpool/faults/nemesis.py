@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import psutil
 
@@ -25,6 +26,7 @@ from kvpool.cluster.connection import ROUTER_NAME
 from kvpool.cluster.launcher import Cluster
 from kvpool.config import WorkerConfig
 from kvpool.errors import KVPoolError, RequestError, UnavailableError
+from kvpool.faults.disks import damage_files, no_space
 from kvpool.faults.history import CORRUPTING, DRAINED, KILLED, STOPPED, HistoryWriter, Kind
 from kvpool.faults.probe import RecordingConnection
 from kvpool.metadata.client import MetadataClient
@@ -37,6 +39,7 @@ from kvpool.wallclock import set_offset
 HEAL_LIMIT_S = 120.0
 DRAIN_LIMIT_S = 60.0
 LOAD_WAIT_S = 3.0
+DAMAGE_PERIOD_S = 0.25
 POLL_S = 0.05
 CALL_TIMEOUT_S = 2.0
 NOMINAL_LINK_BYTES_PER_S = 1_000_000_000.0
@@ -321,6 +324,37 @@ class Nemesis:
             finally:
                 set_offset(cluster.cluster_dir, 0)
             self._heal(fault, "the clock is right")
+
+    # ── strikes on disks ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def damage_disks(self, name: str, seconds: float) -> None:
+        """Every block file of every worker is damaged again and again; healed when that ends."""
+        folder = self._disk_folder()
+        async with self._locks["disks"]:
+            fault = self._fault(
+                name, "every disk tier", "block files flipped, cut, emptied, swapped or removed in place"
+            )
+            for _ in range(max(1, round(seconds / DAMAGE_PERIOD_S))):
+                await asyncio.to_thread(damage_files, folder, self.arena.rng)
+                await asyncio.sleep(DAMAGE_PERIOD_S)
+            self._heal(fault, "new files stay as they are written")
+
+    async def fill_disks(self, name: str, seconds: float) -> None:
+        """No worker can write a block file for a while; healed when they can."""
+        self._disk_folder()
+        async with self._locks["disks"]:
+            pids = [await self.pid_of(worker) for worker in self.workers()]
+            fault = self._fault(name, "every disk tier", "RLIMIT_FSIZE: writes fail as on a full disk")
+            with no_space(pids):
+                await asyncio.sleep(seconds)
+            self._heal(fault, "the limit is lifted")
+
+    def _disk_folder(self) -> Path:
+        cluster = self.arena.cluster
+        path = None if cluster is None else cluster.config.workers[0].store.disk_path
+        if path is None:
+            raise RequestError("disks are struck in an embedded cluster with a disk tier only; leave --address out")
+        return Path(path)
 
     # ── strikes on the index ─────────────────────────────────────────────────────────────────────────────────────────
 

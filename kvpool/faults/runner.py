@@ -18,7 +18,7 @@ from kvpool.client import AsyncKVPoolClient
 from kvpool.cluster.connection import ClusterConnection, ClusterInfo, connect_ray
 from kvpool.cluster.launcher import Cluster
 from kvpool.cluster.manual import ManualRouter
-from kvpool.config import ClusterConfig, EngineConfig, MetadataConfig, WorkerConfig
+from kvpool.config import ClusterConfig, EngineConfig, MetadataConfig, StoreConfig, WorkerConfig
 from kvpool.errors import KVPoolError, RequestError, UnavailableError
 from kvpool.faults.history import HistoryWriter, Kind
 from kvpool.faults.measures import Bounds
@@ -36,6 +36,7 @@ S = 1_000_000_000
 REFERENCE_TIMEOUT_S = 300.0
 WATCH_TIMEOUT_S = 10.0
 SETTLE_LIMIT_S = 20.0
+DISK_BYTES = 256 << 20
 LOAD_OF_CAPACITY = 0.3
 MIN_RATE_RPS, MAX_RATE_RPS = 0.5, 6.0
 MIN_TTFT_LIMIT_NS = 2 * S
@@ -72,13 +73,18 @@ class RunOptions:
         return (self.bounds.recovery_ns + self.bounds.window_ns) / S + 1.0
 
 
-def embedded_config(needs: Needs, *, workers: int, lease_ms: int, model: str | None) -> ClusterConfig:
-    """Settings of a cluster on which a scenario can run."""
+def embedded_config(
+    needs: Needs, *, workers: int, lease_ms: int, model: str | None, disk_path: str | None = None
+) -> ClusterConfig:
+    """Settings of a cluster on which a scenario can run; ``disk_path`` is used when it needs a disk tier."""
     engine = EngineConfig() if model is None else EngineConfig(model=model)
     if needs.num_blocks is not None:
         engine = engine.model_copy(update={"num_blocks": needs.num_blocks})
     transport = WorkerConfig().transport
-    group = WorkerConfig(count=workers, engine=engine, transport=SHAPED + transport if needs.shaped else transport)
+    store = StoreConfig(disk_path=disk_path, disk_bytes=DISK_BYTES) if needs.disk else StoreConfig()
+    group = WorkerConfig(
+        count=workers, engine=engine, store=store, transport=SHAPED + transport if needs.shaped else transport
+    )
     return ClusterConfig(workers=(group,), metadata=MetadataConfig(replicas=needs.metadata_replicas, lease_ms=lease_ms))
 
 

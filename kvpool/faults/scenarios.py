@@ -30,6 +30,7 @@ class Mechanism(Enum):
     SIGNAL = "a real signal to a real process"
     SHAPING = "the shaping transport around UCX inside the workers: no packet is touched, reads are held back or spoilt"
     CLOCK = "an offset that every process of an embedded cluster adds where it reads the wall clock"
+    FILES = "the workers' own files, changed in place, and the kernel's limit on the size of files"
     PUBLISHER = "a switch in the worker's publisher: batches of events are left out, sent twice or held back"
     LOAD = "ordinary requests"
     API = "the cluster's own interface"
@@ -45,6 +46,7 @@ class Needs:
         shaped: workers with the shaping transport.
         embedded: a cluster that this process owns.
         ray_nodes: at least, all on this machine; more than one needs an embedded cluster.
+        disk: workers with a disk tier, in a directory that is removed afterwards.
     """
 
     metadata_replicas: int = 1
@@ -52,6 +54,7 @@ class Needs:
     shaped: bool = False
     embedded: bool = False
     ray_nodes: int = 1
+    disk: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         """Both at once."""
@@ -62,6 +65,7 @@ class Needs:
             self.shaped or other.shaped,
             self.embedded or other.embedded,
             max(self.ray_nodes, other.ray_nodes),
+            self.disk or other.disk,
         )
 
 
@@ -166,6 +170,16 @@ async def _kill_node(nemesis: Nemesis, name: str) -> None:
     await nemesis.kill_node(name)
 
 
+async def _damage_disks(nemesis: Nemesis, name: str) -> None:
+    await asyncio.gather(
+        nemesis.damage_disks(name, LINK_FAULT_S), nemesis.flood(name, FLOOD_REQUESTS // 2, FLOOD_TOKENS)
+    )
+
+
+async def _fill_disks(nemesis: Nemesis, name: str) -> None:
+    await asyncio.gather(nemesis.fill_disks(name, LINK_FAULT_S), nemesis.flood(name, FLOOD_REQUESTS // 2, FLOOD_TOKENS))
+
+
 def _disturbed(disturbance: Disturbance) -> Callable[[Nemesis, str], Awaitable[None]]:
     """A holder's events go wrong while a flood makes it evict what the index promises."""
 
@@ -181,6 +195,7 @@ def _disturbed(disturbance: Disturbance) -> Callable[[Nemesis, str], Awaitable[N
 
 _SIGNAL, _SHAPING = Mechanism.SIGNAL, Mechanism.SHAPING
 _TWO_REPLICAS, _SHAPED = Needs(metadata_replicas=2), Needs(shaped=True)
+_DISK = Needs(num_blocks=TINY_SEGMENT_BLOCKS, embedded=True, disk=True)
 _STALE = Needs(num_blocks=TINY_SEGMENT_BLOCKS, shaped=True)
 
 _ALL = (
@@ -302,6 +317,22 @@ _ALL = (
         Mechanism.PUBLISHER,
         _disturbed(Disturbance(repetition=1.0)),
         _STALE,
+    ),
+    Scenario(
+        "disk-corrupt",
+        "block files of every worker are flipped, cut, emptied, swapped or removed while a flood evicts to disk",
+        "a file is believed only after its checksum and identity were compared",
+        Mechanism.FILES,
+        _damage_disks,
+        _DISK,
+    ),
+    Scenario(
+        "disk-full",
+        "no worker can write a block file while a flood evicts to disk",
+        "what cannot be written is a miss, and nobody waits for a disk",
+        Mechanism.FILES,
+        _fill_disks,
+        _DISK,
     ),
     Scenario(
         "node-join-storm",
