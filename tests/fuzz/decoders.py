@@ -167,7 +167,7 @@ def _learned() -> Learned:
     for tokens in (16, 64, 300):
         made.prefill(reader.worker_id, tokens, 0, tokens * 10**5, 0)
     for size in (10**5, 10**6):
-        made.load(reader.worker_id, LoadSample(holder, size, 4, size), Tier.HOST, 5)
+        made.load(reader, LoadSample(holder, size, 4, size), Tier.HOST, 5)
     made.failures.observe(holder, True, 5)
     made.member(member())
     return made
