@@ -20,9 +20,10 @@ from workers.puller import PullOrder, PullResult, PullSource
 
 PERIOD_S = 2.0
 MAX_PERIOD_S = 10.0
-MAX_HINTS = 512
+MAX_HINTS = 256
 """Blocks asked about at a time; a worker that evicts faster evicts the rest without hints."""
 
+FULL_DIVISOR = 2
 PULL_DEADLINE_NS = 10_000_000_000
 JOIN_S = 15.0
 
@@ -92,7 +93,9 @@ class Housekeeper:
         Raises:
             KVPoolError: the directory did not answer.
         """
-        near = self._segment.candidates(MAX_HINTS)
+        counts = self._segment.counts()
+        full = counts.free * FULL_DIVISOR < counts.total  # who has room evicts nothing soon
+        near = self._segment.candidates(MAX_HINTS) if full else []
         told = self._book.all() if self._behind else ()
         answer = self._directory.tend(self._key, near, self._book.digest, told)
         self._segment.set_spare(near, {item for item, spare in zip(near, answer.spare, strict=True) if spare})

@@ -301,17 +301,17 @@ class PrefixIndex:
         table, holder = self._tables.get(group), self._holders.get(key)
         own = 0 if holder is None else 1 << holder.slot.number
         found: list[tuple[int, bool]] = []
+        last, others, slots = -1, 0, self._slots_of(0)  # neighbours in a chain mostly have the same holders
         for item in hashes:
             number = block_key(item)
-            mask, reach = 0 if table is None else table.mask(number), 0
-            for lane in self._lanes.values():
-                reach |= mask >> lane * self._width
-            reach &= self._visible
-            others = reach & ~own
-            keeper = 0
-            if others:
-                slots = self._slots_of(reach)
-                keeper = 1 << slots[number % len(slots)]
+            mask = 0 if table is None else table.mask(number)
+            if mask != last:
+                last, reach = mask, 0
+                for lane in self._lanes.values():
+                    reach |= mask >> lane * self._width
+                reach &= self._visible
+                others, slots = reach & ~own, self._slots_of(reach)
+            keeper = 1 << slots[number % len(slots)] if others else 0
             found.append((others.bit_count(), bool(keeper & others)))
         return found
 

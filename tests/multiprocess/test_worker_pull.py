@@ -193,7 +193,7 @@ def test_housekeeping_makes_the_copies_that_a_pin_asks_for_and_protects_them(poo
 
 
 def test_housekeeping_learns_which_copies_live_elsewhere_and_those_leave_first(pool: Pool) -> None:
-    first, second = pool.add(num_blocks=16), pool.add(num_blocks=16)
+    first, second = pool.add(num_blocks=16), pool.add(num_blocks=9)
     shared, own = pool.prompt(25), pool.prompt(25)
     for core in (first, second):
         pool.run(core, make_request("shared", shared, 1))
