@@ -10,10 +10,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
-_MARK = os.getpid() % 100_000  # two runs on one machine must not meet
-NAME, OUR_LINK, THEIR_LINK = f"kvpool-bench-{_MARK}", f"kvpb{_MARK}a", f"kvpb{_MARK}b"
-OUR_ADDRESS, THEIR_ADDRESS = f"10.77.{_MARK % 250}.1/24", f"10.77.{_MARK % 250}.2/24"
+_PREFIX = "kvpool-bench-"
+_PID = os.getpid()  # two runs on one machine must not meet
+NAME, OUR_LINK, THEIR_LINK = f"{_PREFIX}{_PID}", f"kvpb{_PID}a", f"kvpb{_PID}b"
+OUR_ADDRESS, THEIR_ADDRESS = f"10.77.{_PID % 250}.1/24", f"10.77.{_PID % 250}.2/24"
 INSIDE = ("ip", "netns", "exec", NAME)
 """Prefix of a command that is to run there."""
 
@@ -35,8 +37,9 @@ def available() -> bool:
 
 @contextlib.contextmanager
 def second_host() -> Iterator[None]:
-    """The namespace and both ends of the link, up."""
+    """The namespace and both ends of the link, up. Those of runs that were killed are removed."""
     _remove()
+    _remove_orphans()
     run("ip", "netns", "add", NAME)
     try:
         run("ip", "link", "add", OUR_LINK, "type", "veth", "peer", "name", THEIR_LINK, "netns", NAME)
@@ -69,3 +72,10 @@ def _remove() -> None:
     """Idempotent; the veth pair goes with the namespace."""
     subprocess.run(["ip", "link", "del", OUR_LINK], check=False, capture_output=True)
     subprocess.run(["ip", "netns", "del", NAME], check=False, capture_output=True)
+
+
+def _remove_orphans() -> None:
+    listed = subprocess.run(["ip", "netns", "list"], check=False, capture_output=True, text=True).stdout
+    for name in (line.split()[0] for line in listed.splitlines() if line.startswith(_PREFIX)):
+        if not Path(f"/proc/{name.removeprefix(_PREFIX)}").exists():
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
