@@ -10,7 +10,7 @@ import typer
 
 from kvpool.cli.connect import open_client
 from kvpool.cli.output import AddressOption, JsonOption, NameOption, console, guarded, print_json, print_table, progress
-from kvpool.cluster.administration import DRAIN_TIMEOUT_S, PIN_TIMEOUT_S, EvictReport, PinReport
+from kvpool.cluster.administration import DRAIN_TIMEOUT_S, PIN_TIMEOUT_S, DrainReport, EvictReport, PinReport
 from kvpool.cluster.state import DEFAULT_NAME
 from kvpool.errors import RequestError
 from kvpool.prompts import Prompt
@@ -36,6 +36,10 @@ def drain(
 def _drain(worker: str, timeout_s: float, force: bool, address: str | None, name: str, as_json: bool) -> None:
     with open_client(address, name) as client:
         report = client.admin.drain(worker, timeout_s=timeout_s, force=force, progress=progress)
+    _print_drain(report, as_json)
+
+
+def _print_drain(report: DrainReport, as_json: bool) -> None:
     if as_json:
         print_json(asdict(report))
         return
@@ -46,7 +50,7 @@ def _drain(worker: str, timeout_s: float, force: bool, address: str | None, name
         ("cut short", report.cut_short),
         ("took", f"{report.elapsed_ns / 1e9:.1f} s"),
     ]
-    print_table(f"{worker} has left", ("what", "value"), rows)
+    print_table(f"{report.worker} has left", ("what", "value"), rows)
 
 
 def evict(

@@ -1,8 +1,9 @@
 """The thread-safe segment of one worker: a block pool over real memory, served to peers and announced.
 
-The worker's engine thread allocates, seals and releases; transport threads pin and unpin. Every public method takes
-the one lock and is short; checksums are computed outside it. The publisher is told inside it, so that ``stored`` and
-``removed`` of a block reach the directory in the order in which they happened.
+The worker's engine thread allocates, seals and releases, pulls and administrators evict too, all under the core's lock;
+transport threads pin and unpin. Every public method takes the one lock here and is short; checksums are computed
+outside it. The publisher is told inside it, so that ``stored`` and ``removed`` of a block reach the directory in the
+order in which they happened.
 
 A read lease is bounded in time and in number. One that runs out only lets the block be evicted: a reader that is
 still busy then sees a checksum that differs and redoes the block.
@@ -133,7 +134,7 @@ class Segment:
             return allocation
 
     def lookup(self, block_hash: BlockHash) -> BlockId | None:
-        """As `BlockPool.lookup`. Only acquired blocks stay; this thread is the only one that evicts."""
+        """As `BlockPool.lookup`. Only acquired blocks stay; who evicts holds the core's lock, and so must the caller."""
         with self._lock:
             return self._pool.lookup(block_hash)
 
