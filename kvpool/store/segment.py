@@ -134,7 +134,7 @@ class Segment:
             return allocation
 
     def lookup(self, block_hash: BlockHash) -> BlockId | None:
-        """As `BlockPool.lookup`. Only acquired blocks stay; who evicts holds the core's lock, and so must the caller."""
+        """As `BlockPool.lookup`. Only acquired blocks stay: take the core's lock, under which blocks are evicted."""
         with self._lock:
             return self._pool.lookup(block_hash)
 
