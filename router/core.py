@@ -137,8 +137,7 @@ class RouterCore:
         if meta.prompt_tokens < 1:
             raise RequestError("the prompt is empty; give at least one token", field="prompt")
         now_ns = self._clock_ns()
-        for key in self._ledger.expire(now_ns):
-            self._fleet.set_totals(key, self._ledger.totals(key))
+        self._expire(now_ns)
         snapshot = self.snapshot(meta.chain, now_ns)
         request = RequestView(
             meta.request_id,
@@ -266,6 +265,10 @@ class RouterCore:
             )
         return ruling.admission
 
+    def _expire(self, now_ns: int) -> None:
+        for key in self._ledger.expire(now_ns):
+            self._fleet.set_totals(key, self._ledger.totals(key))
+
     # ---- hearing
 
     def on_member_change(self, info: MemberInfo, state: MemberState | None) -> None:
@@ -303,6 +306,7 @@ class RouterCore:
             return
         self._sequences[key] = report.sequence
         now_ns = self._clock_ns()
+        self._expire(now_ns)
         for prefill in report.prefills:
             self._learned.prefill(
                 key.worker_id,

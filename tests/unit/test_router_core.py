@@ -103,6 +103,15 @@ def test_a_promise_ends_when_the_report_names_the_request() -> None:
     assert core.status()["workers"][0]["wait_ms"] == 0
 
 
+def test_a_report_ends_promises_past_their_bound_though_nobody_asks_for_a_route() -> None:
+    core, _, clock = make_core(workers=1)
+    core.route(meta("r"))
+    clock.now_ns += 3600 * S
+    core.on_report(report(0, 1))
+    status = core.status()
+    assert (status["promises"], status["workers"][0]["wait_ms"]) == (0, 0.0)
+
+
 def test_a_promise_ends_after_a_bound_without_any_report() -> None:
     core, _, clock = make_core(workers=1)
     core.route(meta("r"))
