@@ -11,8 +11,9 @@ from kvpool.errors import TransferError
 from kvpool.transport import create_transport
 from kvpool.transport.base import BlockWant, Peer, ReadRequest
 from kvpool.transport.ucx import UcxTransport
+from kvpool.transport.ucx.direct import DirectMemory
 from kvpool.types import BlockHash, WorkerEpoch, WorkerId, WorkerKey
-from tests.contract.transport_rig import RigStore
+from tests.contract.transport_rig import POISON, RigStore, request, start_end
 
 WAIT_S = 20.0
 
@@ -47,3 +48,24 @@ def test_a_broken_progress_thread_is_told_once_and_refuses_reads_as_a_failure() 
     finally:
         transport.close()
     assert [type(error) for error in told] == [ZeroDivisionError]
+
+
+def test_a_bug_on_a_helper_thread_is_told_too_and_its_pages_stay_out_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = threading.Event()
+    reader = create_transport("ucx", on_failure=lambda _: happened.set())
+    holder = start_end(create_transport("ucx"), "holder", blocks=4, block_bytes=4096, filled=True)
+    mine = start_end(reader, "reader", blocks=4, block_bytes=4096, filled=False)
+
+    def bug(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(DirectMemory, "fetch", bug)
+    try:
+        handle = reader.read(request(holder.peer, range(4), 4096))
+        assert happened.wait(WAIT_S)
+        assert not handle.done()
+        assert handle.progress().bytes_arrived == 0
+        assert (mine.store.segment == POISON).all()
+    finally:
+        reader.close()
+        holder.transport.close()

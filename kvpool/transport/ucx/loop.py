@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 ACTIVE_BLOCK_S = 0.005
 IDLE_BLOCK_S = 1.0
+ABANDON_NS = 2_000_000_000
 PROGRESS_PER_STEP = 16  # UCX steps between two looks at messages and timers; one moves at most a run
 
 Command = Callable[[int], None]
@@ -110,8 +111,11 @@ class ProgressLoop:
             self.failure = error
             self._abandon(error)
         self._exited = True
-        self._run_commands(self._clock_ns())
-        self._fabric.retire()
+        self._run_last_commands()
+        if self._reader.active or self._server.active:
+            _abandoned.append(self._fabric)
+        else:
+            self._fabric.retire()
         if self.failure is not None and self._on_failure is not None:
             self._on_failure(self.failure)
 
@@ -190,13 +194,25 @@ class ProgressLoop:
             self._sleeping = False
 
     def _abandon(self, error: BaseException) -> None:
-        """After a bug: give every read up, and finish each when its pages are safe."""
+        """After a bug: give every read up, and finish each when its pages are safe. One whose answer the bug took is
+        never finished; its pages stay out of use, and the owner is told all the same."""
         self._reader.fail_all(TransferError(f"the transport failed: {error!r}"), self._clock_ns())
         self._server.close(self._clock_ns())
-        while self._reader.active or self._server.active:
+        until_ns = self._clock_ns() + ABANDON_NS
+        while (self._reader.active or self._server.active) and self._clock_ns() < until_ns:
             for port in self._fabric.ports:
                 port.progress_all()
-            self._run_commands(self._clock_ns())
+            self._run_last_commands()
             self._reader.step(self._clock_ns())
             self._server.step(self._clock_ns())
             time.sleep(ACTIVE_BLOCK_S)
+
+    def _run_last_commands(self) -> None:
+        try:
+            self._run_commands(self._clock_ns())
+        except BaseException:
+            log.exception("a command failed while the transport ended")
+
+
+_abandoned: list[Fabric] = []
+"""Of transports that a bug ended with bytes under way. Destroying their ports could crash, and the process ends soon."""
