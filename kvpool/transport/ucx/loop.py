@@ -215,4 +215,4 @@ class ProgressLoop:
 
 
 _abandoned: list[Fabric] = []
-"""Of transports that a bug ended with bytes under way. Destroying their ports could crash, and the process ends soon."""
+"""Of transports that a bug ended with bytes under way. Destroying their ports could crash; the process ends soon."""
