@@ -113,6 +113,18 @@ def best_case(ahead: Ahead, wait: float, backlog: float, *, split: bool) -> floa
     return min(bound, max(wait, min(wait + front, arrival)) + rest)
 
 
+def whole_ns(ahead: Ahead, backlog: float) -> float:
+    """No plan makes the prefix of such a holder whole sooner than this on any worker, whatever its wait.
+
+    Computing and loading at once from now on is the soonest; the fixed time of a pass is left out, because a plan that
+    only goes on computing pays it once.
+    """
+    arrival = backlog + ahead.latency_ns + ahead.span * ahead.block_ns
+    token_ns = ahead.block_ns / ahead.block_tokens
+    met = _split_front(ahead.t0_ns, ahead.token_ns, ahead.pair_ns, token_ns, arrival)
+    return max(0.0, min(arrival, met) - ahead.t0_ns)
+
+
 class Reach(NamedTuple):
     """Few workers as plain lists, for `pairs_in_reach`; see `Fleetwide` and `router.signals.Columns` for the meanings.
 

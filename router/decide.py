@@ -25,7 +25,7 @@ import numpy as np
 from kvpool.plan import Plan
 from kvpool.types import RequestId, Tier, WorkerKey
 from router import cost
-from router.bounds import Ahead, Fleetwide, Reach, best_case, load_bound, look_ahead, pairs_in_reach, rest_ns
+from router.bounds import Ahead, Fleetwide, Reach, best_case, load_bound, look_ahead, pairs_in_reach, rest_ns, whole_ns
 from router.cost import Pair, Price
 from router.planning import Params, Promise, build_plan, build_promise, build_striped_plan
 from router.scores import FEW_WORKERS, Column, Scores, crowds, harm_ns, score_redo
@@ -98,6 +98,7 @@ class _Source(NamedTuple):
     backlog_ns: float
     rank: int
     holding: Holding
+    ahead: Ahead
 
 
 @dataclass(slots=True)
@@ -249,6 +250,10 @@ def _best_from(
     link = snapshot.links.best(holding.tier)
     rest = rest_ns(fleet, holding.blocks)
     split = snapshot.features.split
+    if not params.priced_pairs:
+        floor = _soonest(case, fleet, source, rest)
+        if floor >= choice.score:
+            return choice, floor
     loose = load_bound(fleet, rest, holding.blocks, source.backlog_ns, link, split=split, tight=False)
     bounds = _with_harm(case, fleet, loose, rest)
     if np.count_nonzero(bounds < choice.score) > LOOSE_PAIRS:
@@ -263,6 +268,14 @@ def _best_from(
         choice = _price_pair(case, position, holding, source.backlog_ns, times, choice, loads)
         bound = bounds.item(bounds.argmin())
     return choice, floor
+
+
+def _soonest(case: _Case, fleet: Fleetwide, source: _Source, rest: Floats) -> float:
+    """A bound for all workers in a few steps, which is mostly enough."""
+    times = np.maximum(fleet.wait, whole_ns(source.ahead, source.backlog_ns))
+    times += rest
+    bounds = _with_harm(case, fleet, times, rest)
+    return bounds.item(bounds.argmin())
 
 
 def _price_pair(
@@ -388,11 +401,14 @@ def _reach(case: _Case) -> Reach:
 
 def _fleetwide(case: _Case) -> Fleetwide:
     snapshot, harm, wait = case.snapshot, case.params.harm, np.asarray(case.scores.wait)
+    crowd = case.scores.crowd
+    if crowd is None and not harm.zero:
+        crowd = crowds(snapshot, harm, wait)
     return Fleetwide(
         columns=snapshot.columns,
         owners=case.owners,
         wait=wait,
-        crowd=None if harm.zero else crowds(snapshot, harm, wait),
+        crowd=crowd,
         keep=None if case.scores.keep is None else np.asarray(case.scores.keep),
         backlog_in=snapshot.columns.in_free_ns - snapshot.now_ns,
         total_tokens=case.request.prompt_tokens,
@@ -429,7 +445,7 @@ def _sources(case: _Case, best: float) -> tuple[list[_Source], float | None]:
         bound = best_case(ahead, wait, backlog, split=snapshot.features.split)
         least = min(least, bound)
         if bound < best or priced_pairs:
-            sources.append(_Source(bound, backlog, rank(position), holding))
+            sources.append(_Source(bound, backlog, rank(position), holding, ahead))
     if len(sources) > 1:
         sources.sort(key=itemgetter(0, 1, 2))
     return sources, least if least < math.inf else None

@@ -41,7 +41,8 @@ class Scores:
         least: the least score.
         position: who has it; among equals the least prefill time, then the fewest requests, then the turn.
         wait_at, redo_at: the same as plain floats, by position.
-        crowd_at: what each ns of prefill on a worker costs others, 0 when harm does not count.
+        crowd_at: what each ns of prefill on a worker costs others, 0 when harm does not count; ``crowd`` the same as a
+            column, with many workers only.
     """
 
     wait: Column
@@ -53,6 +54,7 @@ class Scores:
     wait_at: Callable[[int], float]
     redo_at: Callable[[int], float]
     crowd_at: Callable[[int], float]
+    crowd: Floats | None = None
 
     def least_wait_ns(self) -> float:
         """The least wait of all workers."""
@@ -164,7 +166,7 @@ def _score_arrays(
         raise nobody(request, snapshot)
     crowd_at = _no_crowd if crowd is None else crowd.item
     position = _first_array(snapshot, score, least, redo, ticket)
-    return Scores(wait, redo, score, keep, least, position, wait.item, redo.item, crowd_at)
+    return Scores(wait, redo, score, keep, least, position, wait.item, redo.item, crowd_at, crowd)
 
 
 def _first_array(snapshot: Snapshot, score: Floats, least: float, redo: Floats, ticket: int) -> int:

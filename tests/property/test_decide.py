@@ -181,7 +181,17 @@ def test_an_unknown_worker_is_never_preferred_to_the_same_worker_known_idle(
 
 
 @SETTINGS
-@given(clusters(2), links, rates, features, harms, six(1e-3, 1e3), six(0.0, 200.0), six(0.0, 16.0))
+@given(
+    clusters(2),
+    links,
+    rates,
+    features,
+    harms,
+    six(1e-3, 1e3),
+    six(0.0, 200.0),
+    six(0.0, 16.0),
+    st.sampled_from([0, 24]),
+)
 def test_bounds_lose_no_optimum(
     workers: list[Worker],
     link: LinkCurve,
@@ -191,12 +201,13 @@ def test_bounds_lose_no_optimum(
     arrivals: list[float],
     empty: list[float],
     pressure: list[float],
+    few: int,
 ) -> None:
     shot = snapshot(workers, links=link, failures=FixedFailures(rate), features=able)
     shot.columns.arrivals[:] = arrivals[: len(workers)]
     shot.columns.empty_blocks[:] = empty[: len(workers)]
     shot = replace(shot, arrival_scale=1e-9, pressure=np.array(pressure[: len(workers)]))
-    pruned = decide(request(), shot, Params(priced_pairs=0, harm=harm))
+    pruned = decide(request(), shot, Params(priced_pairs=0, harm=harm), few=few)
     everything = _every_score(shot, harm)
     assert _score(shot, harm, pruned.position, pruned.price_ns, pruned.promise.gpu_ns) == pytest.approx(
         min(everything), rel=1e-9, abs=2.0
