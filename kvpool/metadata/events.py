@@ -147,9 +147,15 @@ class MemberGone:
 
 @dataclass(frozen=True, slots=True)
 class BlocksChanged:
-    """An event batch was applied."""
+    """An event batch was applied.
+
+    ``direct``, of one that begins a snapshot: the worker held nothing, so what follows was seen at once and not only
+    when the snapshot was whole. A copy that is being built cannot tell by itself, since it may know of later blocks
+    already. None: by what is held.
+    """
 
     batch: EventBatch
+    direct: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,13 +165,18 @@ class PrefixIndex:
         """Whether an unfinished snapshot stands ready to replace what the worker is known to hold."""
         return self._holder(key).incoming is not None
 
-    def begin_snapshot(self, key: WorkerKey) -> None:
-        """From now on the worker's events describe a new state from nothing; lookups still see the old one."""
+    def empty(self, key: WorkerKey) -> bool:
+        """Whether lookups find no block of the worker, visible or not."""
+        return not any(self._holder(key).slot.counts)
+
+    def begin_snapshot(self, key: WorkerKey, direct: bool | None = None) -> None:
+        """From now on the worker's events describe a new state from nothing; lookups still see the old one, or if that
+        is empty the new one at once. ``direct`` says which to a copy, which must do as the original did."""
         holder = self._holder(key)
         if holder.incoming is not None:
             self._retire(holder.incoming)
             holder.incoming = None
-        if any(holder.slot.counts):
+        if not (self.empty(key) if direct is None else direct):
             holder.incoming = self._take_slot(key)
             if holder.incoming is None:
                 self._empty(holder, key)
@@ -192,10 +197,8 @@ class PrefixIndex:
         """A worker holds these blocks.
 
         Args:
-            key: a worker that was added.
-            tier: where they lie.
-            hashes: the blocks, in any order.
-            group: attention group.
+            key, tier: whose, and where they lie.
+            hashes, group: the blocks, in any order, and their attention group.
             linked: the caller knows that each block is the child of the one before it. Lookups get faster; a wrong
                 claim makes them wrong.
 
@@ -302,8 +305,7 @@ class PrefixIndex:
         own = 0 if holder is None else 1 << holder.slot.number
         found: list[tuple[int, bool]] = []
         last, others, slots = -1, 0, self._slots_of(0)  # neighbours in a chain mostly have the same holders
-        for item in hashes:
-            number = block_key(item)
+        for number in map(block_key, hashes):
             mask = 0 if table is None else table.mask(number)
             if mask != last:
                 last, reach = mask, 0

@@ -239,8 +239,10 @@ class DirectoryState:
                 member.broken = True
                 self.counters.gaps += 1
                 return BatchAck(batch.sequence, applied, resync=True), ()
+        direct = self.index.empty(batch.key) if batch.snapshot_begin else None
         refused = self._apply(member, batch)
-        return BatchAck(batch.sequence, batch.sequence, refused_blocks=refused), (self._emit(BlocksChanged(batch)),)
+        changed = BlocksChanged(batch, direct)
+        return BatchAck(batch.sequence, batch.sequence, refused_blocks=refused), (self._emit(changed),)
 
     def report(self, report: WorkerReport) -> Deltas:
         """Keep and relay a worker's report; an older one than the newest known is dropped.
@@ -441,11 +443,12 @@ class DirectoryState:
         return refused
 
 
-def apply_batch(index: PrefixIndex, batch: EventBatch) -> tuple[int, int, int]:
-    """Apply a batch to an index; returns entries stored, entries removed, blocks refused."""
+def apply_batch(index: PrefixIndex, batch: EventBatch, direct: bool | None = None) -> tuple[int, int, int]:
+    """Apply a batch to an index; returns entries stored, entries removed, blocks refused. ``direct``: see
+    `BlocksChanged`."""
     stored = removed = refused = 0
     if batch.snapshot_begin:
-        index.begin_snapshot(batch.key)
+        index.begin_snapshot(batch.key, direct)
     for event in batch.events:
         if event.action is BlockAction.STORED:
             result = index.stored(batch.key, event.tier, event.hashes, group=event.group, linked=event.linked)

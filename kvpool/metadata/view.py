@@ -100,7 +100,7 @@ class DirectoryView:
         if target is None:
             return
         for key in target.loading:
-            target.index.begin_snapshot(key)
+            target.index.begin_snapshot(key, direct=False)
         for key, tier, item in target.incoming:
             target.index.stored(key, tier, item.hashes, group=item.group, linked=item.linked)
         target.loading, target.incoming = [], []
@@ -119,7 +119,7 @@ class DirectoryView:
         copy.sequence = delta.sequence
         change = delta.change
         if isinstance(change, BlocksChanged):
-            apply_batch(copy.index, change.batch)
+            apply_batch(copy.index, change.batch, change.direct)
         elif isinstance(change, MemberChanged):
             known = copy.members.get(change.info.key)
             copy.index.add_worker(change.info.key)

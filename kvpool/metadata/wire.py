@@ -400,8 +400,9 @@ def placement_from_wire(message: Message, members: Sequence[MemberView]) -> Plac
 
 def delta_to_wire(delta: Delta) -> Message:
     """`Delta` → message."""
-    message = pb.Delta(directory_epoch=delta.directory_epoch, sequence=delta.sequence)
     change = delta.change
+    direct = change.direct if isinstance(change, BlocksChanged) else None
+    message = pb.Delta(directory_epoch=delta.directory_epoch, sequence=delta.sequence, direct=direct)
     if isinstance(change, BlocksChanged):
         message.blocks.CopyFrom(batch_to_wire(change.batch))
     elif isinstance(change, MemberChanged):
@@ -418,7 +419,8 @@ def delta_from_wire(message: Message) -> Delta:
     kind = message.WhichOneof("change")
     change: MemberChanged | MemberGone | BlocksChanged | Reported
     if kind == "blocks":
-        change = BlocksChanged(batch_from_wire(message.blocks))
+        direct = message.direct if message.HasField("direct") else None
+        change = BlocksChanged(batch_from_wire(message.blocks), direct)
     elif kind == "member":
         change = MemberChanged(info_from_wire(message.member.info), state_from_wire(message.member.state))
     elif kind == "gone":

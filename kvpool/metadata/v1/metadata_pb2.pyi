@@ -396,20 +396,22 @@ class MemberGone(_message.Message):
     def __init__(self, key: _Optional[_Union[WorkerKey, _Mapping]] = ..., reason: _Optional[_Union[LeaveReason, str]] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("directory_epoch", "sequence", "member", "gone", "blocks", "report")
+    __slots__ = ("directory_epoch", "sequence", "member", "gone", "blocks", "report", "direct")
     DIRECTORY_EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FIELD_NUMBER: _ClassVar[int]
     directory_epoch: int
     sequence: int
     member: MemberChanged
     gone: MemberGone
     blocks: EventBatch
     report: WorkerReport
-    def __init__(self, directory_epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., member: _Optional[_Union[MemberChanged, _Mapping]] = ..., gone: _Optional[_Union[MemberGone, _Mapping]] = ..., blocks: _Optional[_Union[EventBatch, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ...) -> None: ...
+    direct: bool
+    def __init__(self, directory_epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., member: _Optional[_Union[MemberChanged, _Mapping]] = ..., gone: _Optional[_Union[MemberGone, _Mapping]] = ..., blocks: _Optional[_Union[EventBatch, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., direct: _Optional[bool] = ...) -> None: ...
 
 class WatchEvent(_message.Message):
     __slots__ = ("header", "part", "end", "delta", "alive")
