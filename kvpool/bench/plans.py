@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from kvpool.bench.report import Row, interleave, skipped, spread
+from kvpool.bench import roles
+from kvpool.bench.report import Row, interleave, spread
 from kvpool.config import DEFAULT_MODEL, EngineConfig, SchedulerConfig, WorkerConfig
 from kvpool.errors import KVPoolError
 from kvpool.hashing import Namespace
@@ -56,8 +57,7 @@ def run(*, quick: bool, peers: bool) -> list[Row]:
         rows += [_early_start(rig, runs), _striped(rig, runs)]
     finally:
         rig.close()
-    rows.append(skipped("p99 TPOT of prefill/decode roles", "mixed roles", "roles are not carried out yet"))
-    return rows
+    return rows + roles.run(quick=quick, peers=False)
 
 
 def _split_at_balance(rig: Rig, runs: int) -> Row:
