@@ -93,6 +93,7 @@ class MetadataConfig(_Settings):
         port: first port; 0 picks free ones.
         lease_ms: how long a member lives without a heartbeat.
         max_entries: bound on (block, worker) entries of the index.
+        metrics_port: of the first replica's Prometheus metrics, the next ones follow; None serves none.
     """
 
     replicas: int = Field(default=1, ge=1)
@@ -100,6 +101,7 @@ class MetadataConfig(_Settings):
     port: int = Field(default=0, ge=0, le=65535)
     lease_ms: int = Field(default=3000, ge=100)
     max_entries: int = Field(default=10_000_000, ge=1)
+    metrics_port: int | None = Field(default=None, ge=1, le=65535)
 
 
 class RouterConfig(_Settings):

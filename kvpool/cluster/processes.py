@@ -94,6 +94,8 @@ class MetadataProcesses:
     def _spawn(self, index: int, port: int) -> tuple[subprocess.Popen[str], str]:
         command = [sys.executable, "-m", "kvpool.metadata.server", "--host", self._config.host, "--port", str(port)]
         command += ["--lease-ms", str(self._config.lease_ms), "--max-entries", str(self._config.max_entries)]
+        if self._config.metrics_port is not None:
+            command += ["--metrics-port", str(self._config.metrics_port + index)]
         log_path = self._log_dir / f"metadata-{index}.log"
         with log_path.open("a") as log_file:
             process = subprocess.Popen(

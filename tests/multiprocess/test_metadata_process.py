@@ -13,12 +13,15 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from kvpool.cluster.processes import MetadataProcesses
+from kvpool.config import MetadataConfig
 from kvpool.metadata.client import MetadataClient
 from kvpool.metadata.publisher import MetadataPublisher
 from kvpool.metadata.watcher import MetadataWatcher
@@ -314,3 +317,18 @@ def test_a_killed_launcher_leaves_no_server_behind(stack: ExitStack) -> None:
 def _is_zombie(pid: int) -> bool:
     with open(f"/proc/{pid}/stat") as stat:
         return stat.read().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_the_replicas_of_a_cluster_serve_metrics_on_the_ports_they_are_told(tmp_path: Path) -> None:
+    with socket.socket() as one, socket.socket() as other:  # two free neighbours, as far as anybody can know
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+        other.bind(("127.0.0.1", port + 1))
+    servers = MetadataProcesses(MetadataConfig(replicas=2, metrics_port=port), tmp_path)
+    try:
+        servers.start()
+        for at in (port, port + 1):
+            with urllib.request.urlopen(f"http://127.0.0.1:{at}/metrics", timeout=WAIT_S) as answer:
+                assert "kvpool_metadata_members" in answer.read().decode()
+    finally:
+        servers.close()
