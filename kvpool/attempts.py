@@ -61,6 +61,7 @@ class Attempts:
         self._delivered: list[int] = []
         self._excluded: set[WorkerKey] = set()
         self._failed: set[WorkerKey] = set()
+        self._served: set[WorkerKey] = set()
         self._failures = 0
         self._attempts = 0
         self._serving: WorkerKey | None = None
@@ -93,10 +94,13 @@ class Attempts:
                 if len(self._delivered) > delivered_before:
                     backoff_s, self._failures = FIRST_BACKOFF_S, 0
                 self._weigh(error, route)
-            if time.monotonic() + backoff_s >= self._deadline_s:
+            asked_s = _retry_after_s(last_error)
+            pause_s = asked_s or backoff_s
+            if time.monotonic() + pause_s >= self._deadline_s:
                 raise self._too_late(last_error) from last_error
-            await self._pause(_retry_after_s(last_error) or backoff_s)
-            backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
+            await self._pause(pause_s)
+            if asked_s is None:
+                backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
 
     def _weigh(self, error: KVPoolError, route: Route | None) -> None:
         """What an attempt's end says about the next one; raises when there should be none."""
@@ -110,9 +114,9 @@ class Attempts:
             self._excluded.clear()  # nobody else is there: who failed once may serve by now
             return
         if isinstance(error, DuplicateError):
-            if self._serving not in self._failed:
+            if self._serving not in self._failed | self._served:
                 raise error  # another client's request
-            return  # our own earlier attempt, given up and not ended yet
+            return  # our own earlier attempt, given up or handed over, and not ended yet
         worker = self._serving or route.worker
         self._excluded.add(worker)
         self._failed.add(worker)
@@ -197,6 +201,7 @@ class Attempts:
                     return
                 if chunk.finish is FinishReason.CANCELLED and not self._cancelled.is_set():
                     raise UnavailableError(f"worker {route.worker} ended the request, which nobody had cancelled")
+                self._served.add(route.worker)
                 self._delivered.extend(chunk.tokens)
                 if chunk.stats is not None:
                     chunk = replace(chunk, stats=replace(chunk.stats, attempts=self._attempts))

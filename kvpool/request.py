@@ -23,7 +23,7 @@ def _require_number(value: object, field_name: str) -> None:
         raise RequestError(f"{field_name} must be a number, got {value!r}", field=field_name)
 
 
-def _require_name(value: object, field_name: str) -> None:
+def require_name(value: object, field_name: str) -> None:
     """Names travel to router, workers and reports: text of bounded length that UTF-8 can carry."""
     if not isinstance(value, str) or len(value) > MAX_NAME_CHARS or any(0xD800 <= ord(char) < 0xE000 for char in value):
         raise RequestError(
@@ -158,7 +158,7 @@ class GenerateRequest:
         if not self.prompt:
             raise RequestError("the prompt is empty; give at least one token", field="prompt")
         for name in ("request_id", "tenant"):
-            _require_name(getattr(self, name), name)
+            require_name(getattr(self, name), name)
         if not self.request_id:
             raise RequestError("request_id must not be empty", field="request_id")
         _require_int(self.timeout_ns, "timeout")

@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from kvpool.errors import InvariantViolation, KVPoolError, RequestError, StaleError, UnavailableError
+from kvpool.errors import CapacityError, InvariantViolation, KVPoolError, RequestError, StaleError, UnavailableError
 from kvpool.hashing import set_digest
 from kvpool.metadata.disturbance import Disturbance
 from kvpool.plan import HandOver, Route
@@ -48,6 +48,7 @@ class WorkerActor:
         self._key = WorkerKey(spec.worker_id, WorkerEpoch(unix_ns()))
         self._restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         self._followers = concurrent.futures.ThreadPoolExecutor(MAX_FOLLOWED, thread_name_prefix="kvpool-follow")
+        self._following = 0
         self._booted: concurrent.futures.Future[AssembledWorker] = concurrent.futures.Future()
         threading.Thread(target=self._boot, name="kvpool-boot", daemon=True).start()
 
@@ -132,8 +133,14 @@ class WorkerActor:
         worker = self._worker()
         if part.worker != self._key:
             raise UnavailableError(f"the hand-over names {part.worker}, but this is {self._key}; ask the router again")
+        if self._following >= MAX_FOLLOWED:  # in the executor's queue it would begin when nobody needs it any more
+            raise CapacityError(f"{MAX_FOLLOWED} prompts are followed already; the load comes later")
         call = functools.partial(worker.core.follow, request, part.plan, part.decision_id)
-        return (await asyncio.get_running_loop().run_in_executor(self._followers, call)).held
+        self._following += 1
+        try:
+            return (await asyncio.get_running_loop().run_in_executor(self._followers, call)).held
+        finally:
+            self._following -= 1
 
     async def unfollow(self, decision_id: str) -> None:
         """The request of a hand-over does not come any more."""

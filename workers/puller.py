@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
@@ -28,6 +28,9 @@ POLL_S = 0.05
 
 CLOSE_S = 5.0
 MAX_FOLLOWED = 16
+MAX_UNFOLLOWED = 1024
+"""Names that are remembered because `Puller.unfollow` came before, or without, a `Puller.follow`."""
+
 FIRST_LOOK_S, LAST_LOOK_S = 0.005, 0.05
 """Between two looks at a holder that computes: short after something came, longer while nothing does."""
 
@@ -117,6 +120,7 @@ class Puller:
         self._number = itertools.count(1)
         self._in_use = 0
         self._followed: dict[str, threading.Event] = {}
+        self._unfollowed: OrderedDict[str, None] = OrderedDict()
         self.counters: Counter[str] = Counter()
 
     def pull(self, order: PullOrder) -> PullResult:
@@ -150,6 +154,8 @@ class Puller:
             raise UnavailableError("this worker cannot load blocks now: it is closing or has no data plane")
         enough = threading.Event()
         with self._lock:
+            if name in self._unfollowed:  # a call overtook this one, which would go on for nobody
+                return PullResult(len(order.chain), 0, 0)
             if len(self._followed) >= MAX_FOLLOWED or name in self._followed:
                 raise CapacityError(f"{len(self._followed)} prompts are followed already; the load comes later")
             self._followed[name] = enough
@@ -161,9 +167,13 @@ class Puller:
                 del self._followed[name]
 
     def unfollow(self, name: str) -> None:
-        """The request is here now, or over: what is missing is no longer waited for. Unknown names are fine."""
+        """The request is here now, or over: what is missing is no longer waited for, and a `follow` that comes late
+        does nothing. Unknown names are fine."""
         with self._lock:
             enough = self._followed.get(name)
+            self._unfollowed[name] = None
+            if len(self._unfollowed) > MAX_UNFOLLOWED:
+                self._unfollowed.popitem(last=False)
         if enough is not None:
             enough.set()
 

@@ -18,8 +18,9 @@ from kvpool.cluster.connection import ClusterConnection
 from kvpool.errors import KVPoolError, RequestError, UnavailableError
 from kvpool.hashing import block_hashes
 from kvpool.metadata.client import MetadataClient
-from kvpool.metadata.pins import Pin, PinView
+from kvpool.metadata.pins import MAX_COPIES, Pin, PinView
 from kvpool.prompts import Prompt
+from kvpool.request import require_name
 from kvpool.store.selection import HotChain, Selection
 from kvpool.types import BLOCK_HASH_BYTES, BlockHash, MemberState, WorkerEpoch, WorkerId, WorkerKey
 from workers.assemble import Evicted, Leaving
@@ -31,6 +32,8 @@ PULL_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.1
 LEAVE_MARGIN_S = 1.0
+MAX_WAIT_S = 30 * 86_400.0
+MAX_AGE_S = 1e9 * 86_400.0
 
 Progress = Callable[[str], None]
 _T = TypeVar("_T")
@@ -118,9 +121,10 @@ class AsyncAdministrator:
             progress: told what is going on.
 
         Raises:
-            RequestError: no such member, or it is the last one.
+            RequestError: no such member, it is the last one, or the timeout is out of range.
             UnavailableError: the metadata service or the worker does not answer.
         """
+        _require_seconds(timeout_s, MAX_WAIT_S, "timeout")
         say = progress or _silent
         started_ns, deadline_s = time.monotonic_ns(), time.monotonic() + timeout_s
         report = DrainReport(worker)
@@ -152,9 +156,11 @@ class AsyncAdministrator:
             older_than_s: blocks that nobody used for so long.
 
         Raises:
-            RequestError: nothing is selected, or the prefix is shorter than a block.
+            RequestError: nothing is selected, the prefix is shorter than a block, or a value is out of range.
             UnavailableError: no worker could be asked.
         """
+        if older_than_s is not None:
+            _require_seconds(older_than_s, MAX_AGE_S, "older_than")
         if prefix is not None and block_hash is not None:
             raise RequestError("give a prefix or a block hash, not both", field="block_hash")
         chain: tuple[BlockHash, ...] = () if block_hash is None else (_parse_hash(block_hash),)
@@ -191,9 +197,10 @@ class AsyncAdministrator:
             CapacityError: there are too many pins.
             UnavailableError: the metadata service does not answer.
         """
+        _require_seconds(timeout_s, MAX_WAIT_S, "timeout")
         chain = await self._chain(prefix, tenant)
-        if min_copies < 1:
-            raise RequestError(f"min_copies must be at least 1, got {min_copies}", field="min_copies")
+        if not 1 <= min_copies <= MAX_COPIES:
+            raise RequestError(f"min_copies must be in [1, {MAX_COPIES}], got {min_copies}", field="min_copies")
         before = await self._find(chain[-1].hex())
         stamp_ns = max(time.time_ns(), before.pin.stamp_ns + 1 if before else 0)
         pin = Pin.of(tenant, chain, min_copies, stamp_ns)
@@ -254,8 +261,9 @@ class AsyncAdministrator:
         """Hashes of the whole blocks of a prompt.
 
         Raises:
-            RequestError: it has none.
+            RequestError: it has none, or the tenant is no name.
         """
+        require_name(tenant, "tenant")
         tokens = await self._tokens_of(prefix)
         namespace = (await self._connection.info()).namespace.for_tenant(tenant)
         chain = block_hashes(tokens, namespace)
@@ -396,6 +404,12 @@ def _drained(client: MetadataClient, worker: str) -> str:
     client.drain(WorkerId(worker))
     members: Sequence[dict[str, Any]] = client.describe()["members"]
     return str(next(item["control_address"] for item in members if item["worker_id"] == worker))
+
+
+def _require_seconds(value: float, most_s: float, field_name: str) -> None:
+    """Refuse what is no duration: a wait until "nan" would never end."""
+    if not 0 <= value <= most_s:
+        raise RequestError(f"{field_name} must be in [0, {most_s:.0f}] seconds, got {value!r}", field=field_name)
 
 
 def _parse_hash(text: str) -> BlockHash:

@@ -102,7 +102,7 @@ class DiskTier:
         self._entries: OrderedDict[BlockHash, _Entry] = OrderedDict()  # least recently used first
         self._used_bytes = self._queued_bytes = 0
         self._queue: deque[tuple[Victim, int, bytes]] = deque()
-        self._queued: set[BlockHash] = set()
+        self._queued: dict[BlockHash, Victim] = {}  # those being written, too
         self._reads: deque[DiskLoad] = deque()
         self._closing = False
         self._memory: memoryview | None = None
@@ -163,11 +163,12 @@ class DiskTier:
             return list(self._entries)
 
     def blocks(self) -> list[Block]:
-        """Every block on disk, for a selection."""
+        """Every block on disk or on its way there, for a selection."""
         with self._lock:
+            sources = ((item, source) for held in (self._entries, self._queued) for item, source in held.items())
             return [
-                Block(block_hash=item, parent=entry.parent, tenant=entry.tenant, used_ns=entry.used_ns)
-                for item, entry in self._entries.items()
+                Block(block_hash=item, parent=source.parent, tenant=source.tenant, used_ns=source.used_ns)
+                for item, source in sources
             ]
 
     def status(self) -> dict[str, Any]:
@@ -209,7 +210,7 @@ class DiskTier:
                 self._totals["dropped"] += 1
                 return
             self._queue.append((victim, checksum, bytes(payload)))
-            self._queued.add(victim.block_hash)
+            self._queued[victim.block_hash] = victim
             self._queued_bytes += len(payload)
             self._work.notify()
 
@@ -240,7 +241,8 @@ class DiskTier:
         """Remove blocks, those that wait to be written too; returns how many there were."""
         with self._lock:
             gone = [item for item in hashes if item in self._entries or item in self._queued]
-            self._queued.difference_update(gone)  # the writer passes over what is not in the set
+            for item in gone:
+                self._queued.pop(item, None)  # the writer passes over what is not there
             held = [item for item in gone if item in self._entries]
             self._forget(held)
         for item in held:
@@ -288,11 +290,10 @@ class DiskTier:
             with contextlib.suppress(OSError):
                 aside.unlink()
             with self._lock:
-                self._queued.discard(victim.block_hash)
+                self._queued.pop(victim.block_hash, None)
             return
         with self._lock:
-            wanted = victim.block_hash in self._queued
-            self._queued.discard(victim.block_hash)
+            wanted = self._queued.pop(victim.block_hash, None) is not None
             if wanted:
                 self._totals["written"] += 1
                 self._put(victim.block_hash, _Entry(victim.parent, victim.tenant, file_bytes, victim.used_ns))
@@ -352,7 +353,8 @@ class DiskTier:
         with self._lock:
             if block_hash not in self._entries:
                 raise StaleError("the block has left the disk", block=block_hash.hex())
-        raw = memoryview(self._path(block_hash).read_bytes())
+        with self._path(block_hash).open("rb") as file:  # whatever lies there now, no more than a block is read of it
+            raw = memoryview(file.read(HEADER_BYTES + self.config.block_bytes + 1))
         item, start = decode_header(raw)
         payload = raw[start:]
         if item.block_hash != block_hash or not self._is_ours(item):

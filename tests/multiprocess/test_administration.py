@@ -128,6 +128,17 @@ def test_mistakes_are_named(kit: ClusterKit, admin: Administrator) -> None:
         command(kit, "pin", "--min-copies", "0", "--tokens", "1," * 40 + "1", code=2)["details"]["field"]
         == "min_copies"
     )
+    tokens = ("--tokens", "1," * 40 + "1")
+    for field, arguments in {
+        "timeout": ("pin", *tokens, "--timeout", "nan", "--min-copies", "9"),
+        "min_copies": ("pin", *tokens, "--min-copies", "5000000000"),
+        "tenant": ("evict", *tokens, "--tenant", "\udc80"),
+    }.items():
+        assert command(kit, *arguments, code=2)["details"]["field"] == field
+    with pytest.raises(RequestError, match="timeout"):
+        admin.drain("worker-0", timeout_s=float("nan"))
+    with pytest.raises(RequestError, match="older_than"):
+        admin.evict(older_than_s=float("inf"))
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("1.5s", 1.5), ("10m", 600), ("2h", 7200), ("1d", 86400)])

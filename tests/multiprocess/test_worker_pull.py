@@ -247,6 +247,15 @@ def test_following_ends_at_its_deadline_with_the_request_and_with_the_worker(poo
         assert other.result(10).held == 0
 
 
+def test_a_call_to_end_that_overtakes_the_one_to_begin_counts_too(pool: Pool) -> None:
+    pool.add()
+    second = pool.add()
+    request = make_request("never", pool.prompt(42), 1)
+    second.unfollow("d")
+    assert second.follow(request, following(pool, 10, 60 * SECOND_NS), "d").held == 0
+    assert not second.counters().get("pulls", 0)
+
+
 def test_a_follower_gives_up_a_holder_that_fails_again_and_again(pool: Pool) -> None:
     pool.add()
     second = pool.add()

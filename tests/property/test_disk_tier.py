@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -162,6 +163,31 @@ def test_a_full_queue_drops_and_says_so(tmp_path: Path) -> None:
     assert status["dropped"] > 0
     assert status["written"] + status["dropped"] == 200
     bench.tier.close()
+
+
+def test_what_waits_to_be_written_can_be_selected_and_never_gets_there_once_removed(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    with files_wait(bench):
+        for number in range(5):
+            bench.offer(number, "acme" if number % 2 else "")
+        mine = [block.block_hash for block in bench.tier.blocks() if block.tenant == "acme"]
+        assert sorted(mine) == sorted([name(1), name(3)])
+        assert bench.tier.remove(item for item in mine if item is not None) == 2
+    bench.settle()
+    assert sorted(bench.files()) == [0, 2, 4]
+    bench.tier.close()
+
+
+@contextmanager
+def files_wait(bench: Bench) -> Iterator[None]:
+    """Nothing is written meanwhile: the writer waits for its turn."""
+    made, bench.tier._make_room = bench.tier._make_room, lambda _: gate.wait(10)  # type: ignore[method-assign]
+    gate = threading.Event()
+    try:
+        yield
+    finally:
+        bench.tier._make_room = made  # type: ignore[method-assign]
+        gate.set()
 
 
 @contextmanager

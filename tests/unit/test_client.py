@@ -21,7 +21,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from kvpool import attempts
 from kvpool.client import AsyncKVPoolClient, KVPoolClient
 from kvpool.errors import CapacityError, DeadlineError, DuplicateError, KVPoolError, RequestError, UnavailableError
-from kvpool.plan import REDO, Route
+from kvpool.plan import REDO, HandOver, Route
 from kvpool.request import FinishReason, GenerateRequest, RequestStats, TokenChunk
 from kvpool.tokenizer import TokenizerFiles
 from kvpool.types import WorkerEpoch, WorkerId, WorkerKey
@@ -40,6 +40,7 @@ class Cluster:
         self.contact: list[Any] = []  # what `info` does first, one entry per call
         self.refusals: list[Any] = []  # what `route` does first, one entry per call
         self.routed: list[WorkerKey] = []
+        self.handing_over = False  # the first worker gives one token, the second goes on
         self.requests: list[GenerateRequest] = []
         self.streams = 0
         self.first_token = threading.Event()
@@ -60,7 +61,16 @@ class Cluster:
         if key is None:
             raise UnavailableError("no worker can take the request")
         self.routed.append(key)
-        return Route(request.request_id, f"d-{len(self.routed)}", key.worker_id, key, key.worker_id, REDO)
+        part = None
+        if self.handing_over and key == self.keys[0]:
+            part = HandOver(self.keys[1], self.keys[1].worker_id, f"d-{len(self.routed)}+", REDO)
+        return Route(request.request_id, f"d-{len(self.routed)}", key.worker_id, key, key.worker_id, REDO, part)
+
+    async def follow(self, request: GenerateRequest, part: HandOver, timeout_s: float) -> bool:
+        return True
+
+    def unfollow(self, part: HandOver) -> None:
+        pass
 
     async def stream(self, route: Route, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[TokenChunk]:
         self.requests.append(request)
@@ -128,6 +138,19 @@ def test_an_id_that_another_client_uses_is_refused_at_once() -> None:
     with pytest.raises(DuplicateError):
         _ask(cluster)
     assert len(cluster.routed) == 1
+
+
+def test_the_worker_that_handed_the_request_over_and_has_not_put_it_away_yet_is_waited_for() -> None:
+    cluster = Cluster([1], [CapacityError("full")], [DuplicateError("runs here")])
+    cluster.handing_over = True
+    assert _ask(cluster).tokens == (1, 0, 0)
+
+
+def test_a_queued_request_asks_again_until_the_last_moment_of_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "FIRST_BACKOFF_S", 60.0)
+    cluster = Cluster()
+    cluster.refusals = [CapacityError("requests of higher priority wait", retry_after_s=0.001)] * 5
+    assert len(_ask(cluster, timeout_s=30.0).tokens) == 3
 
 
 def test_a_full_cluster_is_waited_for_as_long_as_the_budget_lasts() -> None:
