@@ -5,8 +5,8 @@ transport threads pin and unpin. Every public method takes the one lock here and
 outside it. The publisher is told inside it, so that ``stored`` and ``removed`` of a block reach the directory in the
 order in which they happened.
 
-A read lease is bounded in time and in number. One that runs out only lets the block be evicted: a reader that is
-still busy then sees a checksum that differs and redoes the block.
+A read lease is short and bounded in number; the transport renews it while its read goes on and ends it. One that runs
+out only lets the block be evicted: a reader that is still busy then sees a checksum that differs and redoes the block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvpool.store.worth import WORK_UNIT, Block
 from kvpool.transport.base import HeldBlock
 from kvpool.types import BlockHash, BlockId, Tier, WorkerKey
 
-DEFAULT_LEASE_NS = 30_000_000_000
+DEFAULT_LEASE_NS = 8_000_000_000  # stall bounds of reads are 1 to 5 s, renewals come every second
 MAX_LEASES = 4096
 TOTALS = ("leases", "evictions", "evicted_idle_ms", "evicted_kept", "leases_expired", "leases_refused")
 
@@ -54,7 +54,7 @@ class SegmentConfig:
         block_bytes: bytes of one block.
         num_blocks: blocks of the segment.
         tier: where its memory lies.
-        lease_ns: longest read lease.
+        lease_ns: how long a read lease lasts from its beginning or its last renewal.
         max_leases: read leases at once; a reader beyond it is told that nothing is held, which is always safe.
         quotas: see `kvpool.store.pool.BlockPool`.
     """
@@ -271,6 +271,14 @@ class Segment:
                 self._leases[self._next_lease] = _Lease(reader, held, self._clock_ns() + self.config.lease_ns)
             return self._next_lease, tuple(self._held(block_id) for block_id in found)
 
+    def renew(self, lease_id: int) -> None:
+        """Let a read lease begin again. One that ran out stays over."""
+        with self._lock:
+            self._expire()
+            lease = self._leases.pop(lease_id, None)
+            if lease is not None:  # goes to the end: see `_expire`
+                self._leases[lease_id] = replace(lease, expires_ns=self._clock_ns() + self.config.lease_ns)
+
     def unpin(self, lease_id: int) -> None:
         """Release a read lease. Idempotent."""
         with self._lock:
@@ -353,7 +361,7 @@ class Segment:
     def _expire(self) -> None:
         now_ns = self._clock_ns()
         while self._leases:
-            lease_id = next(iter(self._leases))  # all leases last equally long: the oldest ends first
+            lease_id = next(iter(self._leases))  # all last equally long from their last renewal: the first ends first
             if self._leases[lease_id].expires_ns > now_ns:
                 return
             self._pool.unpin(self._leases.pop(lease_id).block_ids, now_ns)

@@ -24,6 +24,8 @@ from typing import Protocol
 from kvpool.errors import KVPoolError
 from kvpool.types import BlockHash, WorkerKey
 
+LEASE_RENEW_NS = 1_000_000_000
+
 
 class BlockStatus(IntEnum):
     """What became of one block of a read. The number is the wire value."""
@@ -143,6 +145,10 @@ class BlockSource(Protocol):
 
     def pin(self, reader: WorkerKey, hashes: Sequence[BlockHash]) -> tuple[int, tuple[HeldBlock | None, ...]]:
         """Take a read lease on every block that is held; None where it is missing. Returns (lease id, blocks)."""
+
+    def renew(self, lease_id: int) -> None:
+        """Keep a read lease for longer. A transport calls it about every `LEASE_RENEW_NS` while the read goes on, and
+        not after its deadline; a source lets a lease run out that is neither renewed nor released."""
 
     def unpin(self, lease_id: int) -> None:
         """Release a read lease. Idempotent; called on every path, also when the reader dies."""

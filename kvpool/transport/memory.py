@@ -190,6 +190,7 @@ class MemoryTransport:
                 self._check(task)
                 if end._closed:
                     raise PeerGoneError(f"worker {task.request.peer.key} closed", peer=str(task.request.peer.key))
+                end._source.renew(lease_id)
                 self._copy_run(task, end, present[start : start + RUN_BLOCKS])
                 task.publish()
         finally:

@@ -339,6 +339,10 @@ class _CorruptingSource:
             for block in held
         )
 
+    def renew(self, lease_id: int) -> None:
+        """Renew in the store."""
+        self._inner.renew(lease_id)
+
     def unpin(self, lease_id: int) -> None:
         """Release in the store."""
         self._inner.unpin(lease_id)

@@ -18,6 +18,9 @@ PULL named a codec and the holder's OFFER took it up; the sums are those of the 
 On one host the reader may fetch the runs from the holder's memory itself instead of granting them; it says so with
 the STOP that ends the pull, and the holder keeps the blocks pinned until then.
 
+A read lease is short. While a pull lasts the reader repeats its GRANT every `LEASE_RENEW_NS` (of no run, when it
+fetches them itself), and the holder renews; so it does while bytes move on the link, until the PULL's deadline is over.
+
 The reader grants a run only after its receive is posted, so a data message never arrives unexpected while its read
 lives, and the reader alone decides the order, the pace and the bytes in flight. All integers are little-endian.
 Every message starts with the magic, the version, its kind, and the pull's sequence number; a message that does not
@@ -139,7 +142,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Receives are posted for every run below ``runs``."""
+    """Receives are posted for every run below ``runs``; one that says nothing new asks for the lease to be renewed."""
 
     sequence: int
     link_id: int

@@ -70,6 +70,20 @@ def test_a_contiguous_chain_arrives_verified_and_leaves_other_pages_alone(ends: 
     eventually(lambda: holder.store.leases == {}, "the read lease is released")
 
 
+def test_a_read_that_takes_long_renews_its_lease_and_never_after_it_ended(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("ucx.reader", "ucx.server", "nixl.reader"):
+        monkeypatch.setattr(f"kvpool.transport.{module}.LEASE_RENEW_NS", 0, raising=True)
+    holder, reader = ends
+    for _ in range(200):  # until a timer fell into a read
+        assert reader.transport.read(request(holder.peer, list(range(BLOCKS)), BLOCK)).wait(20 * S).error is None
+        if holder.store.renewals:
+            break
+    assert holder.store.renewals
+    eventually(lambda: holder.store.leases == {}, "the read lease is released")
+
+
 def test_scattered_blocks_land_where_each_was_asked_for(ends: tuple[End, End]) -> None:
     holder, reader = ends
     numbers, slots = [3, 4, 9, 8, 20, 21, 22, 5], [60, 2, 3, 4, 30, 31, 33, 0]

@@ -35,7 +35,7 @@ class RigStore:
         self.segment = np.full(blocks * block_bytes, POISON, dtype=np.uint8)
         self.held: dict[BlockHash, HeldBlock] = {}
         self.leases: dict[int, int] = {}
-        self.pins = 0
+        self.pins = self.renewals = 0
         self.on_pin: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         for number in range(blocks if filled else 0):
@@ -54,6 +54,11 @@ class RigStore:
             lease = self.pins
         self.on_pin()
         return lease, tuple(self.held.get(item) for item in hashes)
+
+    def renew(self, lease_id: int) -> None:
+        with self._lock:
+            assert lease_id in self.leases, "a lease was renewed after it was released"
+            self.renewals += 1
 
     def unpin(self, lease_id: int) -> None:
         with self._lock:

@@ -35,6 +35,8 @@ BLOCK = 64
 BLOCKS = 48
 HOLDER = WorkerKey(WorkerId("holder"), WorkerEpoch(3))
 READER = WorkerKey(WorkerId("reader"), WorkerEpoch(1))
+LONGEST_NS = 2000 * MS  # deadline of a read
+LEASE_NS, STEP_NS = 3000 * MS, 250 * MS  # of the slow world
 OPTIONS = UcxOptions(
     max_run_bytes=4 * BLOCK,
     pull_bytes=20 * BLOCK,
@@ -259,8 +261,16 @@ class Memory:
 
 
 class Store:
-    def __init__(self) -> None:
+    """Leases last ``lease_ns`` from their last renewal; those that ran out are forgotten and counted."""
+
+    def __init__(self, lease_ns: int) -> None:
+        self.now_ns = 0
+        self.lease_ns = lease_ns
+        self.longest_ns = LONGEST_NS  # of a read
+        self.ran_out = 0
         self.leases: dict[int, tuple[int, ...]] = {}
+        self.ends_ns: dict[int, int] = {}
+        self.last_end_ns: dict[int, int] = {}
         self.ids = itertools.count(1)
         self.held: dict[BlockHash, HeldBlock] = {}
 
@@ -268,10 +278,24 @@ class Store:
         lease = next(self.ids)
         blocks = tuple(self.held.get(item) for item in hashes)
         self.leases[lease] = tuple(block.offset for block in blocks if block is not None)
+        self.ends_ns[lease] = self.now_ns + self.lease_ns
+        self.last_end_ns[lease] = self.now_ns + self.longest_ns + OPTIONS.lease_slack_ns
         return lease, blocks
 
+    def renew(self, lease_id: int) -> None:
+        assert self.now_ns <= self.last_end_ns[lease_id], "a lease was renewed after its read's deadline"
+        if lease_id in self.leases:
+            self.ends_ns[lease_id] = self.now_ns + self.lease_ns
+
     def unpin(self, lease_id: int) -> None:
-        del self.leases[lease_id]  # twice would be a KeyError: the transport releases exactly once
+        del self.ends_ns[lease_id]  # twice would be a KeyError: the transport releases exactly once
+        self.leases.pop(lease_id, None)
+
+    def expire(self, now_ns: int) -> None:
+        self.now_ns = now_ns
+        for lease in [lease for lease in self.leases if self.ends_ns[lease] <= now_ns]:
+            del self.leases[lease]
+            self.ran_out += 1
 
 
 def name_of(number: int) -> BlockHash:
@@ -279,13 +303,13 @@ def name_of(number: int) -> BlockHash:
 
 
 class World:
-    def __init__(self, seed: int, *, one_host: bool = False, framed: bool = False) -> None:
+    def __init__(self, seed: int, *, one_host: bool = False, framed: bool = False, lease_ns: int = 10_000 * MS) -> None:
         options = replace(OPTIONS, compression=Compression.ALWAYS if framed else Compression.AUTO)
         self.rng = random.Random(seed)
         self.faults = Faults(self.rng)
         self.net = Net(self.rng, self.faults)
         self.now_ns = 0
-        self.store = Store()
+        self.store = Store(lease_ns)
         source = np.random.default_rng(seed).integers(0, 3 if framed else 256, BLOCKS * BLOCK, dtype=np.uint8)
         self.expected = source.copy()
         self.source = source
@@ -308,7 +332,7 @@ class World:
         self.used_lanes: set[int] = set()
         self.lane_of: dict[int, int] = {}
 
-    def start_read(self) -> None:
+    def start_read(self, stall_ns: int = 60 * MS, deadline_ns: int | None = None) -> None:
         if not self.free_lanes:
             return
         lane = self.free_lanes.pop()
@@ -318,7 +342,11 @@ class World:
         wants = tuple(BlockWant(name_of(n), (lane * BLOCKS + n) * BLOCK) for n in numbers)
         key = HOLDER if self.rng.random() < 0.95 else WorkerKey(HOLDER.worker_id, WorkerEpoch(2))
         request = ReadRequest(
-            Peer(key, b"server"), wants, self.rng.choice([40 * MS, 2000 * MS]), 60 * MS, self.rng.randrange(5)
+            Peer(key, b"server"),
+            wants,
+            deadline_ns or self.rng.choice([40 * MS, LONGEST_NS]),
+            stall_ns,
+            self.rng.randrange(5),
         )
         task = ReadTask(request, BLOCK, lambda: self.now_ns, lambda task: self.reader.cancel(task, self.now_ns))
         self.lane_of[id(task)] = lane
@@ -327,6 +355,7 @@ class World:
 
     def step(self) -> None:
         self.now_ns += self.rng.choice([0, MS // 4, MS, 6 * MS])
+        self.store.expire(self.now_ns)
         for _ in range(self.rng.randint(0, 3)):
             self.net.step()
             self.check_landing()
@@ -536,3 +565,56 @@ def test_giving_one_read_up_costs_the_others_on_its_link_nothing(seed: int, one_
     while world.tasks:
         world.step()
     assert [task.state for task in tasks] == [ReadState.CANCELLED, ReadState.DONE, ReadState.DONE]
+
+
+@pytest.mark.parametrize("one_host", [False, True])
+def test_a_slow_read_outlives_many_leases_and_loses_none(one_host: bool) -> None:
+    world = slow_world(one_host=one_host)
+    while world.tasks:
+        crawl(world, helpers=True)
+    assert world.now_ns > 3 * LEASE_NS, "not slow enough to prove anything"
+    assert world.store.ran_out == 0
+    assert world.reader.reads_failed == world.reader.corrupt_blocks == 0
+    while world.server.leases:
+        crawl(world, helpers=True)
+
+
+@pytest.mark.parametrize("one_host", [False, True])
+def test_a_reader_that_fell_silent_costs_one_lease_and_no_more_than_its_deadline(one_host: bool) -> None:
+    world = slow_world(one_host=one_host, deadline_ns=20 * LEASE_NS)
+    while not world.store.leases:
+        crawl(world)
+    started_ns = world.now_ns
+    while world.store.leases:
+        crawl(world, reader=False)
+        assert world.now_ns <= started_ns + 2 * LEASE_NS
+    assert world.store.ran_out == 2, "one for each open pull"
+    while world.server.leases:
+        crawl(world, reader=False)
+        assert world.now_ns <= started_ns + 21 * LEASE_NS
+
+
+def slow_world(*, one_host: bool, deadline_ns: int = LONGEST_NS * 60) -> World:
+    """No faults; one read of everything there is."""
+    world = World(1, one_host=one_host, lease_ns=LEASE_NS)
+    world.net.healed = True
+    world.store.longest_ns = deadline_ns
+    while not world.tasks or world.tasks[0].request.peer.key != HOLDER:
+        world.tasks.clear()
+        world.start_read(stall_ns=6000 * MS, deadline_ns=deadline_ns)
+    return world
+
+
+def crawl(world: World, *, reader: bool = True, helpers: bool = False) -> None:
+    """One step of a slow network or of slow helpers."""
+    world.now_ns += STEP_NS
+    world.store.expire(world.now_ns)
+    world.net.step()
+    if reader:
+        world._pump(world.reader_port, world.reader)
+        world.reader.step(world.now_ns)
+    world._pump(world.server_port, world.server)
+    world.server.step(world.now_ns)
+    if helpers and not world.now_ns % (16 * STEP_NS):
+        world.helpers.run_one(world.now_ns)
+    world._retire()

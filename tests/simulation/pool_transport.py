@@ -209,6 +209,7 @@ class SimTransport:
     ) -> None:
         if name not in self.leases:
             return  # the reader has gone, or time is over: nothing is sent without a lease
+        self.worker.segment.renew(self.leases[name])
         pieces: list[tuple[int, bytes]] = []
         for index in part:
             block = held[index]

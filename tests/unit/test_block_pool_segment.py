@@ -85,6 +85,22 @@ def test_a_lease_that_is_never_released_runs_out() -> None:
     bench.segment.check()
 
 
+def test_a_renewed_lease_begins_again_and_one_that_ran_out_stays_over() -> None:
+    bench = Bench(lease_ns=100)
+    chain = bench.store("a", "b", "c", "d")
+    slow, _ = bench.segment.pin(READER, chain[:2])
+    silent, _ = bench.segment.pin(READER, chain[2:])
+    for bench.now_ns in (60, 120, 180):
+        bench.segment.renew(slow)
+    assert len(bench.segment.allocate(2).evicted) == 2, "only what the silent one held"
+    bench.segment.renew(silent)
+    assert (bench.segment.leases, bench.segment.totals()["leases_expired"]) == (1, 1)
+    bench.segment.unpin(slow)
+    bench.segment.renew(slow)
+    assert bench.segment.leases == 0
+    bench.segment.check()
+
+
 def test_more_leases_than_the_bound_see_nothing_held() -> None:
     bench = Bench(max_leases=1)
     chain = bench.store("a")

@@ -28,13 +28,14 @@ from kvpool.errors import (
     TransferCancelledError,
     TransferError,
 )
-from kvpool.transport.base import BlockStatus, Peer
+from kvpool.transport.base import LEASE_RENEW_NS, BlockStatus, Peer
 from kvpool.transport.handle import LocalEnd, ReadTask
 from kvpool.transport.nixl.agent import Agent, Piece, Transfer
 from kvpool.transport.nixl.control import HELLO, Endpoint, MessageBuffer, framed, refuse_tcp
 from kvpool.transport.verify import Check
 from kvpool.transport.wire import (
     MAX_PULL_BLOCKS,
+    Grant,
     Message,
     Offer,
     Pull,
@@ -128,6 +129,7 @@ class PeerReader:
         self._agent: Agent | None = None
         self._unfenced: list[Agent] = []
         self._progress_ns = 0
+        self._renewed_ns = 0
         self._thread = threading.Thread(target=self._run, name=f"kvpool-nixl-from-{self._name}", daemon=True)
         self._thread.start()
 
@@ -349,6 +351,7 @@ class PeerReader:
             offsets=tuple(want.dest_offset for want in wants),
         )
         self._send(encode(pull))
+        self._renewed_ns = self._clock_ns()
         fetched = 0
         try:
             offer, runs = self._offer(task, pull)
@@ -356,7 +359,7 @@ class PeerReader:
             task.publish()
             assert offer.window is not None
             for batch in self._batches(runs, offer.window.addresses, pull.offsets):
-                self._read(task, batch)
+                self._read(task, batch, pull.sequence)
                 fetched += len(batch.runs)
                 self._judge(task, base, batch, offer, pull.offsets)
                 self._look(task)
@@ -399,14 +402,14 @@ class PeerReader:
             batches.append(_Batch(tuple(chosen), tuple(pieces)))
         return batches
 
-    def _read(self, task: ReadTask, batch: _Batch) -> None:
+    def _read(self, task: ReadTask, batch: _Batch, sequence: int) -> None:
         """Bring one batch; after any failure but a drained cancellation the link is broken."""
         assert self._agent is not None
         size = sum(piece.size_bytes for piece in batch.pieces)
         self._counters.add(in_flight_bytes=size)
         try:
             transfer = self._agent.read(batch.pieces, self._name)
-            self._await(task, transfer)
+            self._await(task, transfer, sequence)
             transfer.release()
         except _LinkError:
             raise
@@ -416,8 +419,9 @@ class PeerReader:
             self._counters.add(in_flight_bytes=-size)
         self._progress_ns = self._clock_ns()
 
-    def _await(self, task: ReadTask, transfer: Transfer) -> None:
+    def _await(self, task: ReadTask, transfer: Transfer, sequence: int) -> None:
         give_up_at_ns: int | None = None
+        self._renew(sequence)
         while not transfer.done():
             try:
                 self._look(task)
@@ -430,6 +434,14 @@ class PeerReader:
                 if now_ns > give_up_at_ns:
                     raise
             time.sleep(POLL_S)
+            self._renew(sequence)
+
+    def _renew(self, sequence: int) -> None:
+        """Ask the holder to keep the blocks, when that was long ago."""
+        now_ns = self._clock_ns()
+        if now_ns - self._renewed_ns >= LEASE_RENEW_NS:
+            self._renewed_ns = now_ns
+            self._send(encode(Grant(sequence, 0, 0)))
 
     def _judge(self, task: ReadTask, base: int, batch: _Batch, offer: Offer, offsets: Sequence[int]) -> None:
         """Check and settle the blocks of a batch that landed."""

@@ -1,8 +1,8 @@
 """The holder's half of the NIXL transport: pins blocks and says where they lie; the READs themselves pass it by.
 
 One thread, one selector. A read lease is taken by `BlockSource.pin` when a pull comes and released exactly once: when
-the reader stops the pull, when its stream ends, or when its time is over. A reader that still reads after that sees
-bytes that do not verify.
+the reader stops the pull, when its stream ends, or when its time is over. The store's own, shorter bound is renewed
+when the reader asks for that. A reader that still reads after its lease sees bytes that do not verify.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvpool.transport.base import BlockSource
 from kvpool.transport.handle import LocalEnd
 from kvpool.transport.nixl.control import HELLO, MessageBuffer, framed
 from kvpool.transport.wire import (
+    Grant,
     Message,
     Offer,
     Pull,
@@ -215,6 +216,10 @@ class ControlServer:
         match decode(raw):
             case Pull() as pull:
                 reader.unsent += framed(encode(self._on_pull(reader, pull)))
+            case Grant(sequence=sequence):
+                leased = reader.leases.get(sequence)
+                if leased is not None and self._clock_ns() <= leased.ends_at_ns:
+                    self._source.renew(leased.lease_id)
             case Stop(sequence=sequence, fetched=fetched):
                 self._on_stop(reader, sequence, fetched)
             case _:

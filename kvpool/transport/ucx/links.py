@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvpool.errors import IntegrityError, KVPoolError
+from kvpool.errors import IntegrityError, KVPoolError, PeerGoneError, StallError, TransferCancelledError
 from kvpool.transport.base import BlockWant, Peer
 from kvpool.transport.compression import Codec
 from kvpool.transport.handle import ReadTask
@@ -31,6 +31,15 @@ class Reading:
         if self.gave_up_ns is None:
             self.gave_up_ns = now_ns
             self.task.give_up(error)
+
+    def quiet_ns(self, now_ns: int) -> int:
+        """How long nothing came, of it or over its link."""
+        return now_ns - max(self.link.last_progress_ns, self.last_progress_ns)
+
+    def past_deadline(self, drain_ns: int, now_ns: int) -> KVPoolError:
+        """A holder that was still delivering was merely slow, which blames nobody."""
+        slow = self.quiet_ns(now_ns) < min(self.task.request.stall_ns, drain_ns)
+        return StallError("the read passed its deadline", peer=str(self.link.peer.key), slow=slow)
 
 
 @dataclass(slots=True, eq=False)
@@ -139,8 +148,16 @@ class Link:
     fetches: bool | None = None  # whether the peer's memory can be read from here; None until that was tried
     asks: int = 0
     turns: int = 0
+    renewed_ns: int = 0  # when the peer was last asked to keep what is being read
     meter: BurstMeter = field(default_factory=BurstMeter)
     broken_ns: int | None = None
+
+    def reason(self, failure: KVPoolError | None = None) -> KVPoolError:
+        """What to tell reads when it failed: a lost peer, unless UCX says something more specific."""
+        cause = self.connection.failure() or failure
+        if cause is None or isinstance(cause, TransferCancelledError):
+            cause = PeerGoneError(f"the connection to {self.peer.key} is gone", peer=str(self.peer.key))
+        return cause
 
     @property
     def to_grant(self) -> list[OpenPull]:

@@ -34,7 +34,7 @@ from kvpool.errors import (
     StallError,
     TransferCancelledError,
 )
-from kvpool.transport.base import BlockStatus, Peer
+from kvpool.transport.base import LEASE_RENEW_NS, BlockStatus, Peer
 from kvpool.transport.fair import pick
 from kvpool.transport.handle import LocalEnd, ReadTask
 from kvpool.transport.ucx.direct import DirectMemory, Fetched
@@ -202,7 +202,7 @@ class ReaderHalf:
         if link is not None and link.connection.alive and link.peer.address == peer.address:
             return link
         if link is not None:
-            self._break(link, self._reason(link), now_ns)
+            self._break(link, link.reason(), now_ns)
         self._make_room(now_ns)
         connection = self._ports.connect(peer.address, str(peer.key))
         link_id = int.from_bytes(os.urandom(8), "little")
@@ -275,6 +275,13 @@ class ReaderHalf:
         for link, error in failed:
             self._break(link, error, now_ns)
 
+    def _renew(self, link: Link, now_ns: int) -> None:
+        """Ask the holder to keep the blocks of every pull that goes on; one that stalls is given up by its timer."""
+        link.renewed_ns = now_ns
+        for pull in link.asked.values():
+            if pull.open_runs or pull.reading.gave_up_ns is None:
+                self._send(link, Grant(pull.sequence, link.link_id, 0 if pull.window is not None else pull.granted))
+
     def _send(self, link: Link, message: Message) -> None:
         try:
             self._sends.append(link.connection.send(encode(message), CONTROL_TAG))
@@ -309,7 +316,7 @@ class ReaderHalf:
             self.frames.arrived(link, good, now_ns)
             self._verify(link, good, now_ns)
         if failed:  # the link first: it gives the reads a reason to end with
-            self._break(link, self._reason(link, failed[0][1]), now_ns)
+            self._break(link, link.reason(failed[0][1]), now_ns)
         for flight, _ in failed:
             self._end_run(link, flight.pull, now_ns)
         self._grant_due = True
@@ -336,12 +343,16 @@ class ReaderHalf:
         if fetched.error is not None:
             self._break(link, fetched.error, now_ns)
         reading = flights[0].pull.reading
+        quiet_ns = reading.quiet_ns(now_ns)
         if fetched.verdicts[0]:
             reading.last_progress_ns = link.last_progress_ns = now_ns
-        # The holder keeps blocks only a little longer than the deadline: what differs later may be another block.
-        late = now_ns > reading.task.deadline_at_ns or reading.gave_up_ns is not None
+        # The holder keeps blocks only a little longer than the deadline, or than it hears of this end: what differs
+        # later may be another block.
+        past = now_ns > reading.task.deadline_at_ns
+        late = past or quiet_ns > reading.task.request.stall_ns or reading.gave_up_ns is not None
         if late and not all(map(all, fetched.verdicts)):
-            self._give_up(reading, self._past_deadline(link, reading, now_ns), now_ns)
+            stalled = StallError(f"nothing came for {quiet_ns} ns", peer=str(link.peer.key))
+            self._give_up(reading, reading.past_deadline(self._options.drain_ns, now_ns) if past else stalled, now_ns)
         self._judge(link, flights, fetched.verdicts, now_ns, blame=not late)
 
     def _judge(
@@ -441,12 +452,14 @@ class ReaderHalf:
     def _look_at_timers(self, now_ns: int) -> None:
         for link in list(self._links.values()):
             if not link.connection.alive:
-                self._break(link, self._reason(link), now_ns)
+                self._break(link, link.reason(), now_ns)
                 continue
             self._collect(link, now_ns, everything=True)
             for reading in list(link.readings):
                 if link.broken_ns is None:
                     self._look_at(link, reading, now_ns)
+            if link.broken_ns is None and now_ns - link.renewed_ns >= LEASE_RENEW_NS:
+                self._renew(link, now_ns)
             if not link.readings and now_ns - link.last_progress_ns > self._options.idle_link_ns:
                 self._retire(link, now_ns)
         still = []
@@ -461,7 +474,7 @@ class ReaderHalf:
 
     def _look_at(self, link: Link, reading: Reading, now_ns: int) -> None:
         request, peer = reading.task.request, str(link.peer.key)
-        quiet_ns = now_ns - max(link.last_progress_ns, reading.last_progress_ns)
+        quiet_ns = reading.quiet_ns(now_ns)
         if reading.gave_up_ns is not None:
             alone = len(link.readings) == 1
             patience_ns = min(request.stall_ns, self._options.drain_ns) if alone else request.stall_ns
@@ -472,20 +485,7 @@ class ReaderHalf:
         if expecting and quiet_ns > request.stall_ns:
             self._break(link, StallError(f"{peer} sent nothing for {quiet_ns} ns", peer=peer), now_ns)
         elif now_ns > reading.task.deadline_at_ns:
-            self._give_up(reading, self._past_deadline(link, reading, now_ns), now_ns)
-
-    def _past_deadline(self, link: Link, reading: Reading, now_ns: int) -> KVPoolError:
-        """A holder that was still delivering was merely slow, which blames nobody."""
-        quiet_ns = now_ns - max(link.last_progress_ns, reading.last_progress_ns)
-        slow = quiet_ns < min(reading.task.request.stall_ns, self._options.drain_ns)
-        return StallError("the read passed its deadline", peer=str(link.peer.key), slow=slow)
-
-    def _reason(self, link: Link, failure: KVPoolError | None = None) -> KVPoolError:
-        """What to tell reads on a link that failed: a lost peer, unless UCX says something more specific."""
-        cause = link.connection.failure() or failure
-        if cause is None or isinstance(cause, TransferCancelledError):
-            cause = PeerGoneError(f"the connection to {link.peer.key} is gone", peer=str(link.peer.key))
-        return cause
+            self._give_up(reading, reading.past_deadline(self._options.drain_ns, now_ns), now_ns)
 
     def _find(self, sequence: int) -> tuple[Link | None, OpenPull | None]:
         for link in self._links.values():

@@ -4,7 +4,8 @@ Owned by the progress thread; nothing here is thread-safe. A read lease is taken
 comes and released exactly once: when its last granted send is terminal after the reader had everything, stopped or
 died, or when its time is over. A lease whose sends are open is never released; when a reader holds one too long its
 connection is closed by force, which makes the sends terminal. A reader that fetches the runs itself has no sends; its
-lease ends when it says so, dies, or is out of time.
+lease ends when it says so, dies, or is out of time. The store's own, shorter bound is renewed while something
+moves on the link, sends are open, or the reader asks for that.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from kvpool.errors import CapacityError, IncompatibleError, IntegrityError, KVPoolError, StaleError
-from kvpool.transport.base import BlockSource, HeldBlock
+from kvpool.transport.base import LEASE_RENEW_NS, BlockSource, HeldBlock
 from kvpool.transport.compression import Codec
 from kvpool.transport.handle import LocalEnd
 from kvpool.transport.staging import Staging
@@ -56,6 +57,7 @@ class Serve:
     runs: tuple[Run, ...]
     held: tuple[HeldBlock | None, ...]
     ends_at_ns: int
+    renewed_ns: int
     codec: Codec = Codec.RAW
     wanted: int = 0  # runs the reader granted
     granted: int = 0  # runs that were sent or are being packed
@@ -66,7 +68,12 @@ class Serve:
     @property
     def ended(self) -> bool:
         """Whether nothing of it will be sent and nothing is being sent or packed."""
-        return self.over and self.granted == self.wanted and not self.packing and not self.sends
+        return self.over and not self.sending
+
+    @property
+    def sending(self) -> bool:
+        """Whether bytes of granted runs are still needed here."""
+        return self.granted < self.wanted or bool(self.packing or self.sends)
 
     def drop(self) -> None:
         """Send no run that is not under way."""
@@ -219,7 +226,7 @@ class ServerHalf:
             cap = cap if codec is Codec.RAW else min(cap, FRAME_RUN_BYTES)
         runs = merge_runs(sources, pull.offsets, self._block_bytes, cap)
         budget_ns = min(pull.deadline_ns + self._options.lease_slack_ns, self._options.max_lease_ns)
-        return Serve(lease_id, pull.sequence, link, runs, held, now_ns + budget_ns, codec)
+        return Serve(lease_id, pull.sequence, link, runs, held, now_ns + budget_ns, now_ns, codec)
 
     def _link_to(self, pull: Pull, now_ns: int) -> ReaderLink:
         if pull.link_id in self._ended:
@@ -247,6 +254,8 @@ class ServerHalf:
         if link is None or serve is None or serve.over:
             return  # the lease ended before the grant came; the reader's timers handle it
         link.last_used_ns = now_ns
+        if now_ns <= serve.ends_at_ns:
+            self._renew(serve, now_ns)
         serve.wanted = max(serve.wanted, min(runs, len(serve.runs)))
         serve.over = serve.wanted == len(serve.runs)
         self._move(link, serve, now_ns)
@@ -358,6 +367,10 @@ class ServerHalf:
             self.leases_expired += len(late)
             for serve in late:
                 serve.drop()
+            for serve in link.serves.values():
+                goes_on = serve.sending or link.last_used_ns > serve.renewed_ns  # others wait their turn on this link
+                if goes_on and now_ns <= serve.ends_at_ns and now_ns - serve.renewed_ns >= LEASE_RENEW_NS:
+                    self._renew(serve, now_ns)
             self._collect(link, now_ns)
             stuck = any(serve.sends for serve in late)
             idle = not link.serves and now_ns - link.last_used_ns > self._options.idle_link_ns
@@ -370,6 +383,10 @@ class ServerHalf:
             else:
                 still.append(link)
         self._fencing = still
+
+    def _renew(self, serve: Serve, now_ns: int) -> None:
+        serve.renewed_ns = now_ns
+        self._source.renew(serve.lease_id)
 
     def _settle(self, link: ReaderLink, now_ns: int) -> bool:
         """Move the close of a broken link on and release what ended by it. True when the connection is closed."""
