@@ -19,7 +19,7 @@ from kvpool.errors import CapacityError, OverloadError, RequestError, TransferCa
 from kvpool.plan import HandOver, Route
 from kvpool.reports import LoadSample, RequestOutcome, WorkerReport
 from kvpool.request import NO_LIMITS, Limits
-from kvpool.types import BlockHash, MemberInfo, MemberState, RequestId, Tier, WorkerId, WorkerKey
+from kvpool.types import BlockHash, MemberInfo, MemberState, RequestId, Role, Tier, WorkerId, WorkerKey
 from router import cost, roles
 from router.admission import Admission, Forecast, WaitingRoom, admit, queue_message, shed_message
 from router.decide import Decision
@@ -153,13 +153,17 @@ class RouterCore:
         decision = self._choose(request, snapshot, meta.limits)
         self._decided += 1
         decision_id = f"{self._router_id}-{self._decided}"
-        admission = self._admit(meta, decision_id, request, snapshot, decision)
+        part = None
+        if decoders:
+            part = roles.hand_over(request, snapshot, Params(), decision, decoders, f"{decision_id}{SECOND_PART}")
+        admission = self._admit(meta, decision_id, request, snapshot, decision, part)
         self._remember(decision_id, request, snapshot, decision, admission)
         promise = decision.promise._replace(gpu_ns=decision.promise.gpu_ns * self._peers.scale)
         for key in self._ledger.reserve(meta.request_id, promise, now_ns):
             self._fleet.set_totals(key, self._ledger.totals(key))
         self._fleet.note_arrival(decision.position, now_ns)
-        part = self._hand_over(request, snapshot, decision, decoders, decision_id) if decoders else None
+        if part is not None:
+            self._hand_over(meta.request_id, snapshot, decision, part)
         self._by_kind[decision.plan.kind.value] += 1
         if decision.together:
             self._counters["striped_loads"] += 1
@@ -175,22 +179,12 @@ class RouterCore:
             hand_over=part,
         )
 
-    def _hand_over(
-        self,
-        request: RequestView,
-        snapshot: Snapshot,
-        decision: Decision,
-        decoders: tuple[int, ...],
-        decision_id: str,
-    ) -> HandOver | None:
-        part = roles.hand_over(request, snapshot, Params(), decision, decoders, f"{decision_id}{SECOND_PART}")
-        if part is None:
-            return None
+    def _hand_over(self, request_id: RequestId, snapshot: Snapshot, decision: Decision, part: HandOver) -> None:
+        """Reserve what the second part takes."""
         self._counters["hand_overs"] += 1
         promise = roles.promise_of(snapshot, decision.position, part)
-        for key in self._ledger.reserve(_second(request.request_id), promise, snapshot.now_ns):
+        for key in self._ledger.reserve(_second(request_id), promise, snapshot.now_ns):
             self._fleet.set_totals(key, self._ledger.totals(key))
-        return part
 
     def snapshot(self, chain: Sequence[BlockHash], now_ns: int) -> Snapshot:
         """What a decision about this chain would see now. Valid until the next call of any method.
@@ -227,7 +221,7 @@ class RouterCore:
         """The policy's choice among the workers that decode fast enough, or among all when none does."""
         slow = request.exclude
         if limits.tpot_ns is not None:
-            slow |= {view.key for view in snapshot.workers if (self._tpot_ns(view.key) or 0.0) > limits.tpot_ns}
+            slow |= {key for key in self._decoding_keys() if (self._tpot_ns(key) or 0.0) > limits.tpot_ns}
         if len(slow) > len(request.exclude):
             try:
                 return self._policy.choose(replace(request, exclude=slow), snapshot, self._rng)
@@ -235,19 +229,31 @@ class RouterCore:
                 self._counters["all_workers_decode_too_slowly"] += 1
         return self._policy.choose(request, snapshot, self._rng)
 
+    def _decoding_keys(self) -> list[WorkerKey]:
+        """Workers that decode what they prefilled."""
+        hands_over = bool(self._fleet.decoders())
+        return [view.key for view in self._fleet.workers if not (hands_over and view.role is Role.PREFILL)]
+
     def _tpot_ns(self, key: WorkerKey) -> float | None:
         """Expected gap between tokens on a worker that takes one more request."""
         requests = self._fleet.columns.requests.item(self._fleet.index[key])
         return self._learned.decodes.tpot_ns(key.worker_id, requests + 1.0)
 
     def _admit(
-        self, meta: RequestMeta, decision_id: str, request: RequestView, snapshot: Snapshot, decision: Decision
+        self,
+        meta: RequestMeta,
+        decision_id: str,
+        request: RequestView,
+        snapshot: Snapshot,
+        decision: Decision,
+        part: HandOver | None,
     ) -> Admission:
-        """Rule on a decided request; raises when it does not start now."""
+        """Rule on a decided request; raises when it does not start now. Its gaps are those of whoever decodes it."""
         limits, now_ns = meta.limits, snapshot.now_ns
         if limits is NO_LIMITS and not len(self._room):
             return Admission.ADMIT
-        tpot_ns = None if limits.tpot_ns is None else self._tpot_ns(decision.worker)
+        decoder = decision.worker if part is None else part.worker
+        tpot_ns = None if limits.tpot_ns is None else self._tpot_ns(decoder)
         outranked = self._room.outranks(limits.priority, now_ns)
         ruling = admit(limits, Forecast(decision.price_ns, tpot_ns, meta.elapsed_ns, outranked))
         self._admissions[ruling.admission.value] += 1

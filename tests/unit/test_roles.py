@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.errors import UnavailableError
+from kvpool.errors import CapacityError, UnavailableError
 from kvpool.plan import PlanKind
 from kvpool.reports import RequestOutcome, WorkerLoad
+from kvpool.request import Limits
 from kvpool.types import MemberState, Role, Tier, WorkerId
 from router.core import RequestMeta, RouterCore
-from tests.unit.router_kit import FakeDirectory, S, chain, key, member, report
+from tests.unit.router_kit import MS, FakeDirectory, S, chain, key, member, report
+from tests.unit.test_admission import _decoding
 from tests.unit.test_router_core import Clock, meta
 
 PREFILL, DECODE, MIXED = Role.PREFILL, Role.DECODE, Role.MIXED
@@ -137,3 +139,20 @@ def test_nobody_left_is_a_typed_error() -> None:
     core, _, _ = core_of(PREFILL, DECODE)
     with pytest.raises(UnavailableError):
         core.route(asks(exclude=frozenset({key(0), key(1)})))
+
+
+def test_the_limit_on_the_gap_between_tokens_is_about_the_worker_that_decodes() -> None:
+    core, _, _ = core_of(PREFILL, DECODE)
+    for sequence in (1, 2, 3):
+        _decoding(core, 0, 20, 4, sequence)
+        _decoding(core, 1, 200, 4, sequence)
+    with pytest.raises(CapacityError, match="decodes more slowly"):
+        core.route(asks(limits=Limits(tpot_ns=100 * MS)))
+    core, _, _ = core_of(PREFILL, DECODE)
+    for sequence in (1, 2, 3):
+        _decoding(core, 0, 200, 4, sequence)
+        _decoding(core, 1, 20, 4, sequence)
+    part = core.route(asks(limits=Limits(tpot_ns=100 * MS))).hand_over
+    assert part is not None
+    assert part.worker == key(1)
+    assert core.status()["counters"].get("all_workers_decode_too_slowly", 0) == 0
