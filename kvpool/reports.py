@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpool.types import PrefillSample, RequestId, WorkerId, WorkerKey
+from kvpool.types import PrefillSample, RequestId, Tier, WorkerId, WorkerKey
 
 __all__ = ["LoadSample", "PrefillSample", "RequestOutcome", "WorkerLoad", "WorkerReport"]
 
@@ -54,13 +54,14 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """One load from one holder: how it went."""
+    """One load from one holder: how it went. ``tier`` is where the blocks lay, None when it is not said."""
 
     holder: WorkerKey
     bytes: int
     blocks: int
     elapsed_ns: int
     failure: str | None = None  # `KVPoolError.code` of the failure, None when it arrived whole
+    tier: Tier | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -465,7 +465,8 @@ class RouterCore:
 
     def _learn_load(self, reader: WorkerKey, load: LoadSample, now_ns: int) -> None:
         holder = load.holder
-        if self._learned.load(reader, load, self._tiers.get(holder), now_ns):
+        tier = self._tiers.get(holder) if load.tier is None else load.tier
+        if self._learned.load(reader, load, tier, now_ns):
             self._fleet.links_changed(holder.worker_id)
         if load.failure is None:
             self._learned.failures.observe(holder, False, now_ns)

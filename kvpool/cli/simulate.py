@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,6 +68,9 @@ def simulate(
     requests: RequestsOption = None,
     seed: SeedOption = 0,
     faults: FaultsOption = "",
+    host_blocks: Annotated[
+        int, typer.Option(min=0, help="Blocks each node's host keeps of those that left its GPUs; 0 is no host tier.")
+    ] = 0,
     params: Annotated[
         Path | None, typer.Option(help=f"Parameters that 'kvpool tune' wrote; adds the policy '{TUNED}'.")
     ] = None,
@@ -83,7 +86,7 @@ def simulate(
             _writable(html)
         sweep = Sweep(
             trace=open_trace(trace, seed=seed, spread=spread, requests=requests),
-            preset=get_preset(model),
+            preset=replace(get_preset(model), host_blocks=host_blocks),
             nodes=nodes,
             bandwidths_bytes_per_s=tuple(1e9 * value for value in _numbers(bandwidth, "bandwidth")),
             policies=_policies(policy, tuned=loaded is not None),

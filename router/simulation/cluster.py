@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from random import Random
 
-from kvpool.plan import HolderRef, LoadSlice, PlanKind, Route
-from kvpool.reports import LoadSample, PrefillSample, RequestOutcome
+from kvpool.plan import Route
+from kvpool.reports import PrefillSample, RequestOutcome
 from kvpool.types import (
     MemberInfo,
     MemberState,
@@ -23,20 +23,21 @@ from kvpool.types import (
 from router.core import RequestMeta, RouterCore
 from router.policies import Policy
 from router.signals import Features, Footprint
-from router.simulation.cache import NodeCache
+from router.simulation.cache import Change, NodeCache
 from router.simulation.engine import Engine, Sequence
 from router.simulation.events import EventLoop
 from router.simulation.lagging_index import LaggingIndex
+from router.simulation.loads import Loads, Surroundings
 from router.simulation.network import Network
 from router.simulation.oracle import AT_ONCE, Oracle
-from router.simulation.parts import Job, Load, Node, departed
+from router.simulation.parts import Job, Node, departed
 from router.simulation.presets import Preset
 from router.simulation.scenario import Faults, Served, Timing
 from router.simulation.trace import Trace, TraceRequest
 
 RETRY_LIMIT = 8
-LOOK_RATIO = 1.1  # a load is given up when its rest would take this much longer than redoing it
-MIN_LOOK_NS = 20_000_000
+MAX_STRIPES = 4
+"""Holders that one load may come from at once, as in `router.actor`."""
 
 
 class Cluster:
@@ -82,22 +83,32 @@ class Cluster:
         self._index = LaggingIndex(keys)
         self.nodes = [self._make_node(i, key) for i, key in enumerate(keys)]
         self._by_key = {node.key: node for node in self.nodes}
+        host_links = Network(self.loop, nodes, preset.host_bytes_per_s, preset.host_alpha_ns)
+        self._loads = Loads(
+            Surroundings(
+                loop=self.loop,
+                network=self._network,
+                host_links=host_links,
+                faults=self._faults,
+                preset=preset,
+                footprint=self._footprint,
+                find=self._by_key.get,
+                store=self._store,
+                publish=self._publish,
+            ),
+            self._rng,
+        )
         self.core = RouterCore(
             self._index,
             lambda: self.loop.now_ns,
             policy=Oracle(policy, self.nodes, self._network, preset) if oracle else policy,
-            features=features or Features(split=True),
+            features=features or Features(split=True, stripes=MAX_STRIPES),
             max_records=max_records,
             router_id="sim",
             rng=Random(seed + 1),
             footprint=self._footprint,
         )
         self.served = [Served(item.arrival_ns, item.prompt_tokens, item.output_tokens) for item in trace.requests]
-
-    def token_ns(self, position: int) -> float:
-        """True time to compute one token at a position."""
-        curve = self._preset.curve
-        return curve.token_ns + curve.pair_ns * position
 
     @property
     def bytes_moved(self) -> float:
@@ -144,12 +155,12 @@ class Cluster:
         node.jobs[index] = job
         usable = min(len(chain), (request.prompt_tokens - 1) // self._trace.block_tokens)
         job.cached_blocks = min(node.cache.prefix(chain), usable)
+        job.device_blocks = min(node.cache.device_prefix(chain), usable) if node.cache.in_host else job.cached_blocks
         job.pinned = list(chain[: job.cached_blocks])
         node.cache.pin(job.pinned)
         sequence.position = job.cached_blocks * self._trace.block_tokens
         node.accepted.append(route.request_id)
-        for piece in route.plan.loads:
-            self._begin_load(job, piece)
+        self._loads.begin(job)
         node.engine.submit(sequence)
         self._report(node)
 
@@ -166,10 +177,11 @@ class Cluster:
         assert sequence.first_token_ns is not None
         served.ttft_ns = sequence.first_token_ns - served.arrival_ns
         served.tokens_cached = job.cached_blocks * self._trace.block_tokens
+        served.tokens_promoted = (job.cached_blocks - job.device_blocks) * self._trace.block_tokens
         served.tokens_loaded = job.loaded_tokens
         served.tokens_redone = sequence.computed
         served.load_failures = len(job.failures)
-        self._store(node, job, len(job.chain))
+        self._store(job, len(job.chain))
         if sequence.computed:
             sample = PrefillSample(sequence.computed, sequence.context_at_start, max(1, round(sequence.busy_ns)))
             node.prefills.append(sample)
@@ -193,208 +205,28 @@ class Cluster:
     def _finished(self, node: Node, sequence: Sequence) -> None:
         job = node.jobs.pop(int(sequence.name[1:]))
         self.served[job.index].finished_ns = self.loop.now_ns
-        self._unpublish(node, node.cache.unpin(job.pinned))
+        self._publish(node, node.cache.unpin(job.pinned))
         self._report(node)
-
-    # ---- loads
-
-    def _begin_load(self, job: Job, piece: LoadSlice) -> None:
-        start = max(job.cached_blocks, piece.start if job.route.plan.kind is PlanKind.SPLIT else 0)
-        if piece.stop <= start:
-            return
-        if job.route.plan.kind is PlanKind.SPLIT:
-            start = job.cached_blocks  # the tail loads towards the front until they meet
-        job.sequence.expected = piece.stop * self._trace.block_tokens
-        self._load_from(job, piece.holder, start, piece.stop, piece.alternates)
-
-    def _load_from(
-        self, job: Job, holder_key: WorkerKey, start: int, stop: int, alternates: tuple[HolderRef, ...]
-    ) -> None:
-        holder = self._by_key.get(holder_key)
-        missing = holder is None or not holder.alive or self._rng.random() < self._faults.stale
-        held = 0 if missing or holder is None else min(stop, holder.cache.prefix(job.chain))
-        if held <= start or holder is None:
-            self._load_failed(job, holder_key, 0, 1, "stale", start, stop, alternates)
-            return
-        dies = self._rng.random() < self._faults.load_death
-        slow = self._rng.random() < self._faults.straggler
-        total = float(self._footprint.fixed_bytes + (held - start) * self._footprint.block_bytes)
-        blocks = list(job.chain[start:held])
-        holder.cache.pin(blocks)
-        load = Load(
-            job=job,
-            holder=holder,
-            start=start,
-            stop=held,
-            flow=None,  # type: ignore[arg-type]
-            held=blocks,
-            started_ns=self.loop.now_ns,
-            tail_first=job.route.plan.kind is PlanKind.SPLIT,
-            dies=dies,
-            alternates=alternates,
-            fixed_bytes=self._footprint.fixed_bytes,
-            block_bytes=self._footprint.block_bytes,
-            block_tokens=self._trace.block_tokens,
-            cluster=self,
-        )
-        moved = total * self._rng.random() if dies else total
-        load.flow = self._network.start(
-            holder.number,
-            job.node.number,
-            moved,
-            lambda _: self._flow_done(load),
-            self._faults.straggler_factor if slow else 1.0,
-        )
-        job.load = load
-        job.node.in_flight_bytes += total
-        if load.tail_first:
-            job.sequence.tail = load
-            return
-        job.sequence.ready = False
-        plan = job.route.plan
-        self.loop.after(max(1, plan.load_deadline_ns), self._deadline, load)
-        predicted = (held - start) * self._footprint.block_bytes / self._network.rate_bytes_per_ns
-        self.loop.after(max(MIN_LOOK_NS, int(1.2 * predicted)), self._look, load)
-
-    def _flow_done(self, load: Load) -> None:
-        if load.over:
-            return
-        if load.dies:
-            self.loop.after(self._faults.notice_ns, self._died, load)
-            return
-        self._close(load)
-        job = load.job
-        num_bytes = load.fixed_bytes + (load.stop - load.start) * load.block_bytes
-        elapsed = self.loop.now_ns - load.started_ns
-        job.load_ns += elapsed
-        job.node.loads.append(LoadSample(load.holder.key, num_bytes, load.stop - load.start, elapsed))
-        if load.tail_first:
-            return  # the engine takes the tail over at its next look
-        self._keep(load, load.stop)
-        self._go(job)
-
-    def _died(self, load: Load) -> None:
-        if load.over:
-            return
-        arrived = max(0, load.arrived_blocks(self.loop.now_ns))
-        self._close(load)
-        elapsed = self.loop.now_ns - load.started_ns
-        if load.tail_first:
-            load.job.failures.append("peer_gone")
-            load.job.node.loads.append(LoadSample(load.holder.key, 0, arrived, elapsed, "peer_gone"))
-            return
-        self._keep(load, load.start + arrived)
-        self._load_failed(
-            load.job, load.holder.key, arrived, elapsed, "peer_gone", load.start + arrived, load.stop, load.alternates
-        )
-
-    def _load_failed(
-        self,
-        job: Job,
-        holder: WorkerKey,
-        blocks: int,
-        elapsed_ns: int,
-        code: str,
-        start: int,
-        stop: int,
-        alternates: tuple[HolderRef, ...],
-    ) -> None:
-        """Report a failed load and go on with the next copy, or with redo."""
-        job.failures.append(code)
-        job.node.loads.append(LoadSample(holder, 0, blocks, elapsed_ns, code))
-        for n, ref in enumerate(alternates):
-            if ref.stop > start:
-                self._load_from(job, ref.holder, start, min(stop, ref.stop), alternates[n + 1 :])
-                return
-        self._go(job)
-
-    def _deadline(self, load: Load) -> None:
-        if not load.over:
-            self._give_up(load, "stall")
-
-    def _look(self, load: Load) -> None:
-        """A late load is given up when its rest takes longer than redoing it; else looked at again later."""
-        if load.over:
-            return
-        now_ns = self.loop.now_ns
-        moved = load.flow.arrived(now_ns)
-        elapsed = max(1, now_ns - load.started_ns)
-        rest_bytes = load.flow.total - moved
-        rest_ns = rest_bytes * elapsed / moved if moved > 0 else float("inf")
-        first = (load.start + max(0, load.arrived_blocks(now_ns))) * self._trace.block_tokens
-        redo_ns = self._preset.curve.time_ns(load.stop * self._trace.block_tokens - first, first)
-        idle = load.job.node.engine.idle
-        if idle and rest_ns > LOOK_RATIO * redo_ns:
-            self._give_up(load, "stall")
-        else:
-            self.loop.after(max(MIN_LOOK_NS, elapsed // 4), self._look, load)
-
-    def _give_up(self, load: Load, code: str) -> None:
-        arrived = max(0, load.arrived_blocks(self.loop.now_ns))
-        self._network.cancel(load.flow)
-        self._close(load)
-        self._keep(load, load.start + arrived)
-        elapsed = self.loop.now_ns - load.started_ns
-        load.job.failures.append(code)
-        load.job.node.loads.append(LoadSample(load.holder.key, 0, arrived, elapsed, code))
-        self._go(load.job)
-
-    def end_tail(self, load: Load) -> int:
-        """The computed front met the loaded tail: stop loading, keep the tail; returns the boundary in tokens."""
-        now_ns = self.loop.now_ns
-        arrived = max(0, load.arrived_blocks(now_ns))
-        job = load.job
-        if not load.over:
-            self._network.cancel(load.flow)
-            self._close(load)
-            elapsed = now_ns - load.started_ns
-            job.load_ns += elapsed
-            if arrived:
-                num_bytes = round(load.flow.moved)
-                job.node.loads.append(LoadSample(load.holder.key, num_bytes, arrived, elapsed))
-        job.load = None
-        boundary = load.stop * self._trace.block_tokens if arrived else 0
-        job.loaded_tokens += max(0, boundary - job.sequence.position)
-        if arrived:
-            self._store(job.node, job, load.stop)
-        return boundary
-
-    def _close(self, load: Load) -> None:
-        load.over = True
-        load.job.node.in_flight_bytes -= load.fixed_bytes + (load.stop - load.start) * load.block_bytes
-        if load.holder.alive:
-            self._unpublish(load.holder, load.holder.cache.unpin(load.held))
-
-    def _keep(self, load: Load, stop: int) -> None:
-        """Use what arrived front-first up to ``stop``."""
-        job = load.job
-        if stop > load.start:
-            job.loaded_tokens += (stop - load.start) * self._trace.block_tokens
-            job.sequence.position = max(job.sequence.position, stop * self._trace.block_tokens)
-            self._store(job.node, job, stop)
-
-    def _go(self, job: Job) -> None:
-        job.load = None
-        job.sequence.ready = True
-        if job.sequence in job.node.engine.waiting:
-            job.node.engine.wake()
 
     # ---- caches, index, reports
 
-    def _store(self, node: Node, job: Job, stop: int) -> None:
-        """The job's chain is whole up to ``stop`` here: cache, pin and publish it."""
+    def _store(self, job: Job, stop: int) -> None:
+        """The job's chain is whole up to ``stop`` in its node's device: cache, pin and publish it."""
         have = len(job.pinned)
         if stop <= have:
             return
-        new, evicted = node.cache.insert(job.chain[:stop], have, pin=True)
+        change = job.node.cache.insert(job.chain[:stop], have, pin=True)
         job.pinned.extend(job.chain[have:stop])
-        if new:
-            self.loop.after(self._timing.index_ns, self._index.add, node.number, new)
-        self._unpublish(node, evicted)
+        self._publish(job.node, change)
 
-    def _unpublish(self, node: Node, blocks: list[int]) -> None:
-        if blocks:
-            self.loop.after(self._timing.index_ns, self._drop, node, blocks)
+    def _publish(self, node: Node, change: Change) -> None:
+        """Tell the index, which hears it later."""
+        if change.new:
+            self.loop.after(self._timing.index_ns, self._index.add, node.number, change.new)
+        if change.demoted:
+            self.loop.after(self._timing.index_ns, self._index.demote, node.number, change.demoted)
+        if change.gone:
+            self.loop.after(self._timing.index_ns, self._drop, node, change.gone)
 
     def _drop(self, node: Node, blocks: list[int]) -> None:
         gone = [block for block in blocks if block not in node.cache]
@@ -406,7 +238,7 @@ class Cluster:
     # ---- members
 
     def _make_node(self, number: int, key: WorkerKey) -> Node:
-        cache = NodeCache(self._preset.capacity_blocks, lambda: self.loop.now_ns)
+        cache = NodeCache(self._preset.capacity_blocks, lambda: self.loop.now_ns, self._preset.host_blocks)
         node = Node(number, key, cache, None)  # type: ignore[arg-type]
         node.engine = Engine(
             self.loop,
@@ -426,7 +258,7 @@ class Cluster:
             hash_scheme="simulated",
             block_tokens=self._trace.block_tokens,
             block_bytes=self._footprint.block_bytes,
-            capacity_blocks=(self._preset.capacity_blocks, 0, 0),
+            capacity_blocks=(self._preset.capacity_blocks, self._preset.host_blocks, 0),
             control_address=node.key.worker_id,
         )
         self.core.on_member_change(info, MemberState.ALIVE)
@@ -441,18 +273,14 @@ class Cluster:
         node.jobs.clear()
         node.engine.drop_all()
         for job in jobs:
-            if job.load is not None and not job.load.over:
-                self._network.cancel(job.load.flow)
-                self._close(job.load)
+            self._loads.drop(job)
             if self.served[job.index].ttft_ns is None:
                 self._retry(job.index, self._trace.requests[job.index], job.route)
         for other in self.nodes:
             for job in other.jobs.values():
-                load = job.load
-                if load is not None and load.holder is node and not load.over:
-                    self._network.cancel(load.flow)
-                    load.dies = True
-                    self.loop.after(self._faults.notice_ns, self._died, load)
+                for load in job.running():
+                    if load.holder is node:
+                        self._loads.lost_holder(load)
         self.loop.after(self._timing.lease_ns, self._expire_member, node, old)
         self.loop.after(self._timing.index_ns, self._index.drop, node.number, lost_blocks)
         self.loop.after(length_ns, self._revive, node)

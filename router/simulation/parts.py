@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvpool.plan import HolderRef, Route
 from kvpool.reports import LoadSample, PrefillSample, RequestOutcome, WorkerLoad, WorkerReport
-from kvpool.types import MemberInfo, RequestId, Role, WorkerKey
+from kvpool.types import MemberInfo, RequestId, Role, Tier, WorkerKey
 from router.simulation.cache import NodeCache
 from router.simulation.engine import Engine, Sequence
 from router.simulation.events import EventLoop
@@ -16,7 +16,7 @@ from router.simulation.network import Flow
 
 
 class TailHost(Protocol):
-    """What the load of a split plan needs of its cluster."""
+    """What the loads of a split plan need of those who run them."""
 
     @property
     def loop(self) -> EventLoop:
@@ -25,13 +25,19 @@ class TailHost(Protocol):
     def token_ns(self, position: int) -> float:
         """True time to compute one token at a position."""
 
-    def end_tail(self, load: Load) -> int:
+    def end_tail(self, job: Job) -> int:
         """The computed front met the loaded tail; returns the boundary in tokens."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One attempt of a request on a node."""
+    """One attempt of a request on a node.
+
+    Attributes:
+        cached_blocks: leading blocks that were here when it came, the first ``device_blocks`` of them in the device.
+        promotion: what brings the others from the host to the device.
+        loads: all loads so far, ended ones too.
+    """
 
     index: int
     route: Route
@@ -40,59 +46,129 @@ class Job:
     node: Node
     accepted_ns: int
     cached_blocks: int = 0
+    device_blocks: int = 0
+    promotion: Flow | None = None
     pinned: list[int] = field(default_factory=list)
-    load: Load | None = None
+    loads: list[Load] = field(default_factory=list)
     load_ns: int = 0
     loaded_tokens: int = 0
     failures: list[str] = field(default_factory=list)
 
+    def running(self) -> list[Load]:
+        """Loads that have not ended."""
+        return [load for load in self.loads if not load.over]
+
+    def whole_to(self, now_ns: int) -> int:
+        """Blocks that are here from the front on; every load brings its pieces in order."""
+        edge = self.cached_blocks
+        for piece, blocks in sorted(_arrived(self.loads, now_ns, tail_first=False), key=lambda item: item[0][:2]):
+            if piece.start > edge:
+                break
+            edge = max(edge, piece.start + blocks)
+        return edge
+
+    def whole_from(self, now_ns: int) -> tuple[int, int]:
+        """The part ``[first, stop)`` of the tail that is here; every load brings its pieces last block first."""
+        parts = sorted(_arrived(self.loads, now_ns, tail_first=True), key=lambda item: item[0][:2], reverse=True)
+        edge = stop = parts[0][0].stop
+        for piece, blocks in parts:
+            if piece.stop != edge:
+                break
+            edge -= blocks
+            if edge > piece.start:
+                break
+        return edge, stop
+
+
+class Piece(NamedTuple):
+    """Blocks ``[start, stop)`` of a chain to load, and who else has them."""
+
+    start: int
+    stop: int
+    alternates: tuple[HolderRef, ...] = ()
+
+    @property
+    def blocks(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """The running load of a job: blocks ``[start, stop)`` of its chain from one holder."""
+    """A load of a job from one holder: its pieces of the chain, in order (in a split plan the last first)."""
 
     job: Job
     holder: Node
-    start: int
-    stop: int
+    tier: Tier
+    pieces: tuple[Piece, ...]
     flow: Flow
     held: list[int]
     started_ns: int
     tail_first: bool
     dies: bool
-    alternates: tuple[HolderRef, ...]
     over: bool = False
     fixed_bytes: int = 0
     block_bytes: int = 1
-    block_tokens: int = 1
-    cluster: TailHost | None = None
+
+    @property
+    def blocks(self) -> int:
+        """Blocks it is to bring."""
+        return sum(piece.blocks for piece in self.pieces)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes it is to bring."""
+        return self.fixed_bytes + self.blocks * self.block_bytes
 
     def arrived_blocks(self, now_ns: int) -> int:
         """Whole blocks that have arrived."""
-        return min(self.stop - self.start, int((self.flow.arrived(now_ns) - self.fixed_bytes) // self.block_bytes))
+        whole = int((self.flow.arrived(now_ns) - self.fixed_bytes) // self.block_bytes)
+        return max(0, min(self.blocks, whole))
 
-    # the engine's view of a split plan's load (`engine.TailLoad`)
+    def missing(self, now_ns: int) -> list[Piece]:
+        """What has not arrived."""
+        parts = _arrived([self], now_ns, tail_first=False)
+        return [piece._replace(start=piece.start + blocks) for piece, blocks in parts if blocks < piece.blocks]
+
+
+def _arrived(loads: list[Load], now_ns: int, *, tail_first: bool) -> list[tuple[Piece, int]]:
+    """Every piece of the loads, and how many of its blocks have arrived."""
+    parts = []
+    for load in loads:
+        left = load.arrived_blocks(now_ns)
+        for piece in reversed(load.pieces) if tail_first else load.pieces:
+            blocks = min(left, piece.blocks)
+            parts.append((piece, blocks))
+            left -= blocks
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The loads of a split plan as the engine sees them (`engine.TailLoad`)."""
+
+    job: Job
+    host: TailHost
+    block_tokens: int
 
     def frontier_tokens(self, now_ns: int) -> int:
         """Tokens before the part of the tail that has arrived."""
-        return (self.stop - max(0, self.arrived_blocks(now_ns))) * self.block_tokens
+        return self.job.whole_from(now_ns)[0] * self.block_tokens
 
     def joined(self) -> int:
         """The front reached the tail."""
-        assert self.cluster is not None
-        return self.cluster.end_tail(self)
+        return self.host.end_tail(self.job)
 
     def chunk_tokens(self, position: int) -> int:
         """The share of the gap that compute covers before the tail, at the speed seen so far, has covered the rest."""
-        assert self.cluster is not None
-        now_ns = self.cluster.loop.now_ns
+        job, now_ns = self.job, self.host.loop.now_ns
         gap = self.frontier_tokens(now_ns) - position
-        arrived = max(0, self.arrived_blocks(now_ns)) * self.block_tokens
+        arrived = sum(load.arrived_blocks(now_ns) for load in job.loads) * self.block_tokens
         if arrived == 0:
-            planned = self.job.cached_blocks * self.block_tokens + (self.job.route.plan.split_tokens or 0) - position
+            planned = job.cached_blocks * self.block_tokens + (job.route.plan.split_tokens or 0) - position
             return max(1, min(gap, max(planned, self.block_tokens)))
-        load_ns = (now_ns - self.started_ns) / arrived
-        share = load_ns / (load_ns + self.cluster.token_ns(position))
+        load_ns = (now_ns - job.loads[-1].started_ns) / arrived
+        share = load_ns / (load_ns + self.host.token_ns(position))
         return max(1, min(gap, max(self.block_tokens, math.ceil(gap * share))))
 
 

@@ -28,7 +28,10 @@ class Preset:
         chunk_tokens: tokens computed per step.
         max_running: sequences that decode at once.
         alpha_ns: latency of a load.
-        capacity_blocks: KV blocks the node keeps.
+        capacity_blocks: KV blocks the node keeps in its device.
+        host_blocks: KV blocks it keeps in its host of those that left the device; 0 is no host tier.
+        host_bytes_per_s, host_alpha_ns: the way from the host to the device. One PCIe 5 ×16 link, which is little for
+            a node of several GPUs.
         ttft_slo_ns, tpot_slo_ns: limits that count as good.
     """
 
@@ -42,6 +45,9 @@ class Preset:
     max_running: int = 256
     alpha_ns: int = 1_000_000
     capacity_blocks: int = 2400
+    host_blocks: int = 0
+    host_bytes_per_s: float = 50e9
+    host_alpha_ns: int = 50_000
     ttft_slo_ns: int = 5_000_000_000
     tpot_slo_ns: int = 100_000_000
 

@@ -16,6 +16,7 @@ class SimReport:
 
     Attributes:
         hit_share: prompt tokens not computed, cached or loaded.
+        cached_share: those of them that were on the node, ``promoted_share`` in its host tier.
         largest_share: requests of the busiest node against a fair share.
         goodput_rps: finished requests per second that met both limits.
         ttft_ms: TTFT of every request that got a first token, in the order of the trace; for charts.
@@ -40,6 +41,7 @@ class SimReport:
     good_share: float
     hit_share: float
     cached_share: float
+    promoted_share: float
     loaded_share: float
     plans: dict[str, int]
     largest_share: float
@@ -125,6 +127,7 @@ def summarise(served: Sequence[Served], facts: RunFacts) -> SimReport:
         good_share=good / max(1, len(served)),
         hit_share=1.0 - redone / prompt,
         cached_share=cached / prompt,
+        promoted_share=sum(item.tokens_promoted for item, _ in answered) / prompt,
         loaded_share=loaded / prompt,
         plans=dict(Counter(item.plan for item, _ in answered)),
         largest_share=max(per_node.values(), default=0) * facts.nodes / max(1, len(answered)),

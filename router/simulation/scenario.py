@@ -47,6 +47,7 @@ class Served:
     predicted_ns: int = 0
     finished_ns: int | None = None
     tokens_cached: int = 0
+    tokens_promoted: int = 0
     tokens_loaded: int = 0
     tokens_redone: int = 0
     load_failures: int = 0

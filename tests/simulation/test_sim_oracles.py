@@ -63,8 +63,7 @@ def test_a_leaf_first_lru_cache_hits_as_often_as_published(
 def test_an_evicted_chain_loses_its_tail_first() -> None:
     cache = NodeCache(4)
     cache.insert((1, 2, 3))
-    _, evicted = cache.insert((7, 8))
-    assert evicted == [3]
+    assert cache.insert((7, 8)).gone == [3]
     assert cache.prefix((1, 2, 3)) == 2
 
 
@@ -75,8 +74,8 @@ def test_blocks_in_use_stay_even_over_the_capacity() -> None:
     cache.insert((8, 9, 10), pin=True)
     assert cache.prefix((1, 2)) == 2
     assert 5 not in cache
-    assert cache.unpin((8, 9, 10)) == [10, 9, 8]
-    assert cache.unpin((1, 2)) == []
+    assert cache.unpin((8, 9, 10)).gone == [10, 9, 8]
+    assert cache.unpin((1, 2)).gone == []
     assert len(cache) == 2
 
 
