@@ -68,6 +68,17 @@ def test_a_local_model_is_named_by_its_weights(tmp_path: Path) -> None:
     assert resolve_model(str(path)).revision != first.revision
 
 
+def test_weights_that_differ_in_the_middle_only_have_another_name(tmp_path: Path) -> None:
+    weights = bytearray(8 << 20)
+    (tmp_path / "config.json").write_text("{}")
+    revisions = set()
+    for place in (0, len(weights) // 2, len(weights) - 1):
+        weights[place] ^= 1
+        (tmp_path / "model.safetensors").write_bytes(weights)
+        revisions.add(resolve_model(str(tmp_path)).revision)
+    assert len(revisions) == 3
+
+
 def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVPOOL_CACHE", str(tmp_path / "own"))
     assert default_cache_dir() == tmp_path / "own"
