@@ -299,6 +299,7 @@ def report_to_wire(report: WorkerReport) -> Message:
                 blocks=item.blocks,
                 elapsed_ns=max(0, item.elapsed_ns),
                 failure=item.failure,
+                tier=None if item.tier is None else _TIERS[item.tier],
             )
             for item in report.loads
         ],
@@ -323,6 +324,7 @@ def report_from_wire(message: Message) -> WorkerReport:
                 item.blocks,
                 item.elapsed_ns,
                 item.failure if item.HasField("failure") else None,
+                _tier(item.tier) if item.HasField("tier") else None,
             )
             for item in message.loads
         ),

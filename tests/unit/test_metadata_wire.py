@@ -42,7 +42,10 @@ worker_reports = st.builds(
     numbers,
     loads,
     st.lists(st.builds(PrefillSample, numbers, numbers, numbers), max_size=2).map(tuple),
-    st.lists(st.builds(LoadSample, keys, numbers, numbers, numbers, st.none() | names), max_size=2).map(tuple),
+    st.lists(
+        st.builds(LoadSample, keys, numbers, numbers, numbers, st.none() | names, st.none() | st.sampled_from(Tier)),
+        max_size=2,
+    ).map(tuple),
     st.lists(
         st.builds(
             RequestOutcome,

@@ -204,18 +204,20 @@ class PrefillSample(_message.Message):
     def __init__(self, new_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., elapsed_ns: _Optional[int] = ...) -> None: ...
 
 class LoadSample(_message.Message):
-    __slots__ = ("holder", "bytes", "blocks", "elapsed_ns", "failure")
+    __slots__ = ("holder", "bytes", "blocks", "elapsed_ns", "failure", "tier")
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ELAPSED_NS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     holder: WorkerKey
     bytes: int
     blocks: int
     elapsed_ns: int
     failure: str
-    def __init__(self, holder: _Optional[_Union[WorkerKey, _Mapping]] = ..., bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., elapsed_ns: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
+    tier: Tier
+    def __init__(self, holder: _Optional[_Union[WorkerKey, _Mapping]] = ..., bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., elapsed_ns: _Optional[int] = ..., failure: _Optional[str] = ..., tier: _Optional[_Union[Tier, str]] = ...) -> None: ...
 
 class RequestOutcome(_message.Message):
     __slots__ = ("request_id", "decision_id", "worker_id", "ttft_ns", "tokens_cached", "tokens_loaded", "tokens_redone", "bytes_loaded", "load_ns", "queue_ns", "load_failures")
