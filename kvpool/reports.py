@@ -54,7 +54,10 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """One load from one holder: how it went. ``tier`` is where the blocks lay, None when it is not said."""
+    """One load from one holder: how it went. ``tier`` is where the blocks lay, None when it is not said.
+
+    A worker's reads from its own disk name the worker itself.
+    """
 
     holder: WorkerKey
     bytes: int

@@ -468,6 +468,8 @@ class RouterCore:
         tier = self._tiers.get(holder) if load.tier is None else load.tier
         if self._learned.load(reader, load, tier, now_ns):
             self._fleet.links_changed(holder.worker_id)
+        if holder == reader:
+            return  # its own disk: says nothing about reading from it over a link
         if load.failure is None:
             self._learned.failures.observe(holder, False, now_ns)
             return

@@ -28,8 +28,8 @@ from router import cost
 from router.bounds import Ahead, Fleetwide, Reach, best_case, load_bound, look_ahead, pairs_in_reach, rest_ns, whole_ns
 from router.cost import Pair, Price
 from router.planning import Params, Promise, build_plan, build_promise, build_striped_plan
-from router.scores import FEW_WORKERS, Column, Scores, crowds, harm_ns, score_redo
-from router.signals import Floats, Holding, RequestView, Snapshot, holdings
+from router.scores import FEW_WORKERS, Scores, crowds, harm_ns, score_redo
+from router.signals import Column, Floats, Holding, RequestView, Snapshot, holdings
 from router.striping import MIN_GAIN, Stripes, Way, best_stripes
 
 LOOSE_PAIRS = 3

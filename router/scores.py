@@ -17,8 +17,9 @@ import numpy as np
 from kvpool.errors import UnavailableError
 from router import cost
 from router.cost import Costs
+from router.disks import await_disks
 from router.planning import Harm, Params
-from router.signals import Floats, RequestView, Snapshot
+from router.signals import Column, Floats, RequestView, Snapshot
 
 FEW_WORKERS = 24
 """Up to so many workers lists are faster than arrays."""
@@ -26,16 +27,13 @@ FEW_WORKERS = 24
 _NO_WEIGHT = 1e-200
 """Nothing, and yet times an endless wait it is endless and not undefined."""
 
-Column = list[float] | Floats
-"""One number for every worker, in the order of the snapshot."""
-
 
 @dataclass(slots=True)
 class Scores:
     """Redo on every worker.
 
     Attributes:
-        wait, redo: W, and P(n−o | o).
+        wait, redo: W, the read of what lies on the own disk included (`router.disks`), and P(n−o | o).
         score: wait + redo + harm + keep; inf where the request may not go.
         keep: what it costs others that blocks must leave for the request's; None when none must.
         least: the least score.
@@ -151,6 +149,7 @@ def _score_arrays(
     request: RequestView, snapshot: Snapshot, params: Params, owners: Mapping[int, int], ticket: int
 ) -> Scores:
     wait = open_waits(request, snapshot, params.costs)
+    await_disks(wait, request, snapshot)
     redo = cost.redo_ns(snapshot.columns, request.prompt_tokens, owners, snapshot.footprint.block_tokens)
     score, crowd = wait + redo, None
     if not params.harm.zero:
@@ -188,6 +187,7 @@ def _score_lists(
     request: RequestView, snapshot: Snapshot, params: Params, owners: Mapping[int, int], ticket: int
 ) -> Scores:
     wait = _wait_list(request, snapshot, params.costs)
+    await_disks(wait, request, snapshot)
     redo = _redo_list(request, snapshot, owners)
     crowd_at: Callable[[int], float] = _no_crowd
     if params.harm.zero:

@@ -25,6 +25,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+Column = list[float] | Floats
+"""One number for every worker, in the order of the snapshot."""
+
 NO_ARRIVALS = 1e-200
 """Least of ``Columns.arrivals``: nothing, and yet times an endless wait it is endless and not undefined."""
 

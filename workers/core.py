@@ -117,7 +117,7 @@ class WorkerCore:
         if parts.disk is not None:
             parts.disk.start(self._arena.memory)
             self.segment.on_evict(parts.disk.offer)
-            loader = DiskLoader(parts.key, parts.disk, loader, self._disk_speed)
+            loader = DiskLoader(parts.key, parts.disk, loader, self._disk_speed, self.observe_load)
         self._flights = Flights(self._scheduler, self._reporter, loader, block_bytes, wake.set)
         self._puller = Puller(
             self.segment,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from kvpool.errors import KVPoolError
 from kvpool.plan import LoadSlice, Plan, PlanKind
+from kvpool.reports import LoadSample
 from kvpool.store.disk import DiskTier
 from kvpool.types import BlockHash, RequestId, Tier, WorkerKey
 from workers.ports import Load, Loader, LoadProgress
@@ -124,13 +125,22 @@ class DiskLoader:
         disk: started.
         remote: the data plane's loader, None without one.
         speed: learns.
+        on_sample: told how each read from disk went, given up or not; must not block.
     """
 
-    def __init__(self, key: WorkerKey, disk: DiskTier, remote: Loader | None, speed: DiskSpeed) -> None:
+    def __init__(
+        self,
+        key: WorkerKey,
+        disk: DiskTier,
+        remote: Loader | None,
+        speed: DiskSpeed,
+        on_sample: Callable[[LoadSample], None],
+    ) -> None:
         self._key = key
         self._disk = disk
         self._remote = remote
         self._speed = speed
+        self._on_sample = on_sample
 
     def start(self, request_id: RequestId, plan: Plan, chain: Sequence[BlockHash], pages: Mapping[int, int]) -> Load:
         """As `workers.ports.Loader.start`.
@@ -160,8 +170,13 @@ class DiskLoader:
         return local if remote is None else _Pair((local, remote))
 
     def _learn(self, progress: LoadProgress) -> None:
-        if progress.terminal and progress.finished_ns is not None and not progress.failures:
-            self._speed.observe(progress.bytes_arrived, progress.finished_ns - progress.started_ns)
+        if not progress.terminal or progress.finished_ns is None:
+            return
+        elapsed_ns, size = progress.finished_ns - progress.started_ns, progress.bytes_arrived
+        if not progress.failures:
+            self._speed.observe(size, elapsed_ns)
+        failure = progress.failures[0] if progress.failures else None
+        self._on_sample(LoadSample(self._key, size, len(progress.arrived), elapsed_ns, failure, Tier.DISK))
 
 
 class Promoter:

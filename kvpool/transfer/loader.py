@@ -186,7 +186,7 @@ class Load:
             handle = self._loader.read(start, self._wants, self._plan.stall_ns, self._urgency_ns)
         except KVPoolError as error:
             del self._reads[start.read_id]
-            self._loader.on_sample(LoadSample(start.source.holder, 0, 0, 0, error.code))
+            self._loader.on_sample(LoadSample(start.source.holder, 0, 0, 0, error.code, start.source.tier))
             self._take(Ended(start.read_id, {}, error.code))
             return
         reading.handle = handle
@@ -294,7 +294,10 @@ class Loader:
             if patient and not arrived:
                 return
             failure = None if patient else StaleError.code
-        self.on_sample(LoadSample(start.source.holder, progress.bytes_arrived, arrived, progress.elapsed_ns, failure))
+        source = start.source
+        self.on_sample(
+            LoadSample(source.holder, progress.bytes_arrived, arrived, progress.elapsed_ns, failure, source.tier)
+        )
 
 
 def blames_holder(error: KVPoolError | None) -> bool:
@@ -309,8 +312,8 @@ def slices_of(loads: Sequence[LoadSlice]) -> tuple[Slice, ...]:
         Slice(
             tuple(range(item.start, item.stop)),
             (
-                Source(item.holder, item.data_address, item.transport, item.stop),
-                *(Source(ref.holder, ref.data_address, item.transport, ref.stop) for ref in item.alternates),
+                Source(item.holder, item.data_address, item.transport, item.stop, item.tier),
+                *(Source(ref.holder, ref.data_address, item.transport, ref.stop, ref.tier) for ref in item.alternates),
             ),
         )
         for item in loads

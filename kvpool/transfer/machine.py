@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvpool.errors import DeadlineError, InvariantViolation, StaleError, TransferCancelledError
-from kvpool.types import WorkerKey
+from kvpool.types import Tier, WorkerKey
 
 
 class LoadState(Enum):
@@ -57,6 +57,7 @@ class Source:
     address: bytes
     transport: str
     stop: int
+    tier: Tier = Tier.HOST
 
 
 @dataclass(frozen=True, slots=True)

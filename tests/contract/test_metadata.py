@@ -103,7 +103,7 @@ def test_reports_reach_watchers_whole_and_the_newest_is_kept(server: ThreadedSer
         WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, served_request_ids=(RequestId("r1"),)),
         prefills=(PrefillSample(100, 20, 5),),
         loads=(
-            LoadSample(WorkerKey(WorkerId("w9"), WorkerEpoch(3)), 4096, 2, 77, "stall"),
+            LoadSample(WorkerKey(WorkerId("w9"), WorkerEpoch(3)), 4096, 2, 77, "stall", Tier.DISK),
             LoadSample(info.key, 1, 1, 1),
         ),
         outcomes=(RequestOutcome(RequestId("r1"), "d1", info.key.worker_id, 1, 2, 3, 4, 5, 6, 7, ("stall",)),),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -64,7 +65,8 @@ def assert_arrived(pool: Pool, indices: set[int]) -> None:
 
 
 def test_slices_from_two_holders_make_the_prefix_whole(pool: Pool) -> None:
-    plan = pool.plan(pool.slice(0, 20, pool.first), pool.slice(20, 32, pool.second))
+    on_disk = replace(pool.slice(20, 32, pool.second), tier=Tier.DISK)
+    plan = pool.plan(pool.slice(0, 20, pool.first), on_disk)
     progress = pool.loader.start(REQUEST, plan, CHAIN, PAGES).wait(20 * S)
     assert progress.terminal
     assert progress.arrived == frozenset(range(BLOCKS))
@@ -72,9 +74,9 @@ def test_slices_from_two_holders_make_the_prefix_whole(pool: Pool) -> None:
     assert progress.failures == ()
     assert progress.bytes_arrived == BLOCKS * BLOCK
     assert progress.finished_ns is not None
-    assert {(item.holder, item.blocks, item.failure) for item in pool.samples} == {
-        (pool.first.key, 20, None),
-        (pool.second.key, 12, None),
+    assert {(item.holder, item.blocks, item.failure, item.tier) for item in pool.samples} == {
+        (pool.first.key, 20, None, Tier.HOST),
+        (pool.second.key, 12, None, Tier.DISK),
     }
     assert pool.suspects == []
     assert_arrived(pool, set(range(BLOCKS)))

@@ -5,6 +5,7 @@ With the fake engine, whose output depends on every byte of KV, and with the tor
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from kvpool.hashing import block_hashes
 from kvpool.plan import REDO, LoadSlice, Plan, PlanKind
+from kvpool.reports import WorkerReport
 from kvpool.request import GenerateRequest
 from kvpool.store.disk import DiskConfig, DiskTier
 from kvpool.store.selection import Selection
@@ -76,6 +78,13 @@ def settle(core: WorkerCore) -> None:
     wait_until(lambda: not disk_of(core)._queued, 10, "what was evicted is on disk")
 
 
+def blocks_by_source(reports: list[WorkerReport]) -> Counter[object]:
+    blocks: Counter[object] = Counter()
+    for sample in (sample for report in reports for sample in report.loads):
+        blocks[sample.holder, sample.tier, sample.failure] += sample.blocks
+    return blocks
+
+
 def ask(name: str, prompt: list[int]) -> GenerateRequest:
     return make_request(name, prompt, 6, ignore_eos=True, logprobs=1)
 
@@ -94,6 +103,8 @@ def test_what_was_evicted_comes_back_from_disk_with_equal_tokens_and_log_probabi
     assert again.stats is not None
     assert (again.stats.tokens_loaded, again.stats.tokens_redone) == (28, 2)
     assert core.status()["disk"]["read"] == 7
+    own = (core._parts.key, Tier.DISK, None)
+    assert pool.publishers[0].wait_for(lambda reports: blocks_by_source(reports) == {own: 7}), "routers hear of reads"
     flood(pool, core)
     assert pool.run(core, ask("third", prompt)).tokens == first.tokens
 

@@ -77,6 +77,7 @@ class Worker:
     role: Role = Role.MIXED
     curve: PrefillCurve = CURVE
     tier: Tier = Tier.DEVICE
+    in_memory: int = 0  # of ``blocks``, when the tier is the disk
     load: WorkerLoad | None = None
 
 
@@ -116,7 +117,11 @@ def snapshot(
         ),
         index={name: i for i, name in enumerate(keys)},
         columns=columns,
-        prefixes={keys[i]: {worker.tier: worker.blocks} for i, worker in enumerate(workers) if worker.blocks},
+        prefixes={
+            keys[i]: {**({Tier.HOST: worker.in_memory} if worker.in_memory else {}), worker.tier: worker.blocks}
+            for i, worker in enumerate(workers)
+            if worker.blocks
+        },
         footprint=footprint,
         links=FixedLinks(keys, links, pairs or {}),
         failures=failures or FixedFailures(),

@@ -30,6 +30,40 @@ def test_an_idle_fleet_redoes_on_the_worker_with_the_longest_prefix() -> None:
     assert made.promise.tokens == 1600 - 80 * 16
 
 
+DISK = Worker(0, blocks=80, tier=Tier.DISK, in_memory=30)
+DISK_READ_NS = 2 * MS + 50 * 16 * 40_000 * 1.0
+"""Of what is on disk only, over the link below."""
+
+
+def with_own_disk(worker: Worker, byte_ns: float) -> float:
+    made = decide(request(), snapshot([worker], links=LinkCurve(2.0 * MS, byte_ns)), PARAMS)
+    assert made.own_blocks == worker.blocks
+    return made.price_ns
+
+
+def test_a_request_waits_for_its_blocks_on_the_own_disk() -> None:
+    in_memory = with_own_disk(replace(DISK, tier=Tier.HOST, in_memory=0), 1.0)
+    assert with_own_disk(DISK, 1.0) == pytest.approx(in_memory + DISK_READ_NS, rel=1e-6)
+
+
+def test_reading_from_the_own_disk_costs_nothing_while_the_worker_is_busy_anyway() -> None:
+    busy = replace(DISK, wait_ns=1.0 * S)
+    assert with_own_disk(busy, 1.0) == with_own_disk(replace(busy, tier=Tier.HOST, in_memory=0), 1.0)
+
+
+def test_a_slow_own_disk_costs_no_more_than_computing_what_lies_there() -> None:
+    assert with_own_disk(DISK, 1e6) == pytest.approx(_redo(30))
+
+
+def _redo(blocks: int) -> float:
+    return decide(request(), snapshot([Worker(0, blocks=blocks)]), PARAMS).price_ns
+
+
+def test_blocks_in_anothers_memory_beat_those_on_a_slow_own_disk() -> None:
+    shot = snapshot([replace(DISK, in_memory=0), Worker(1, blocks=80)], links=LinkCurve(1.0 * MS, 50.0))
+    assert decide(request(), shot, PARAMS).worker == key(1)
+
+
 def test_a_busy_holder_is_read_by_an_idle_worker() -> None:
     made = decide(request(), snapshot([Worker(0), Worker(1, blocks=80, wait_ns=1.0 * S)]), PARAMS)
     assert made.worker == key(0)

@@ -174,7 +174,7 @@ def test_links_are_learned_and_shown_in_human_units() -> None:
     assert link["beta_gbytes_per_s"] == pytest.approx(1.0, rel=0.05)
 
 
-def test_a_link_is_learned_under_the_tier_its_holder_announced() -> None:
+def test_a_link_is_learned_under_the_tier_its_holder_announced_when_the_sample_names_none() -> None:
     core, directory, _ = make_core(workers=2)
     core.on_member_change(replace(member(1), capacity_blocks=(0, 1024, 0)), MemberState.ALIVE)
     directory.held[key(1)] = {Tier.HOST: 90}
@@ -186,6 +186,20 @@ def test_a_link_is_learned_under_the_tier_its_holder_announced() -> None:
     (link,) = core.status()["links"]
     assert link["tier"] == "host"
     assert core.route(meta("slow")).plan.kind is PlanKind.REDO
+
+
+def test_reads_from_the_own_disk_are_learned_as_its_speed_and_say_nothing_about_the_holder() -> None:
+    core, directory, _ = make_core(workers=1)
+    core.on_member_change(replace(member(0), capacity_blocks=(0, 1024, 1024)), MemberState.ALIVE)
+    directory.held[key(0)] = {Tier.DISK: 90}
+    before = core.route(meta("before")).plan.predicted_ttft_ns
+    read = LoadSample(key(0), 1_000_000, 10, 1 * S, failure="cancelled", tier=Tier.DISK)
+    core.on_report(report(0, 1, loads=(read, replace(read, failure="disk", bytes=0))))
+    status = core.status()
+    assert [(link["holder"], link["reader"], link["tier"]) for link in status["links"]] == [("w000", "w000", "disk")]
+    assert status["failures"] == {}
+    core.on_report(report(0, 2, WorkerLoad()))
+    assert core.route(meta("after")).plan.predicted_ttft_ns > before
 
 
 def test_a_load_given_up_half_way_still_tells_how_slow_its_link_is_and_blames_nobody() -> None:
