@@ -85,6 +85,7 @@ class EngineLoop:
     def __init__(self, parts: LoopParts) -> None:
         self._parts = parts
         self._active: dict[RequestId, _Active] = {}
+        self._leaving: list[_Active] = []  # their last chunk is out, their pages are not back yet
         self._cancels: set[RequestId] = set()
         self._idle = threading.Condition(parts.lock)
         self._closing = False
@@ -129,7 +130,10 @@ class EngineLoop:
     def wait_idle(self, timeout_ns: int) -> bool:
         """Wait until no request is active and no load in flight; False when the time ran out."""
         with self._idle:
-            return self._idle.wait_for(lambda: not self._active and not self._parts.flights.count, timeout_ns / 1e9)
+            return self._idle.wait_for(self._is_idle, timeout_ns / 1e9)
+
+    def _is_idle(self) -> bool:
+        return not self._active and not self._leaving and not self._parts.flights.count
 
     def stop(self) -> None:
         """Ask the thread to end every request and return."""
@@ -302,6 +306,8 @@ class EngineLoop:
         for active, chunk in finished:
             with parts.lock:
                 parts.reporter.counters[goodput_counter(active.sequence, parts.clock_ns())] += 1
+                self._put_away(active)  # first: whoever has the last chunk may use the id again
+                self._leaving.append(active)
             self._deliver(active, chunk)
         for work in works:
             parts.bridge.seal(work.sequence)
@@ -360,15 +366,15 @@ class EngineLoop:
             log.exception("the sink of %s failed; its request is cancelled", active.sequence.request_id)
             with self._parts.lock:
                 self._parts.reporter.counters["sink_failures"] += 1
-            self.cancel(active.sequence.request_id)
+            self.cancel(active.sequence.request_id, active.sequence.decision_id)
 
     def _end(self, active: _Active, item: TokenChunk | KVPoolError | None) -> None:
         """Take a request out and deliver its last item, None when that is delivered already."""
         parts = self._parts
         with parts.lock:
             slot = parts.scheduler.remove(active.sequence)
-            self._active.pop(active.sequence.request_id, None)
-            self._cancels.discard(active.sequence.request_id)
+            self._put_away(active)
+            self._leaving = [other for other in self._leaving if other is not active]
             if isinstance(item, KVPoolError):
                 parts.reporter.counters[f"request_failures.{item.code}"] += 1
         if slot is not None:
@@ -378,11 +384,21 @@ class EngineLoop:
         with parts.lock:
             self._idle.notify_all()
 
+    def _put_away(self, active: _Active) -> None:
+        """It is active no more; under the lock. Another request may have its id by now."""
+        request_id = active.sequence.request_id
+        if self._active.get(request_id) is active:
+            del self._active[request_id]
+            self._cancels.discard(request_id)
+
     def _end_all(self) -> None:
         why = "was closed" if self.failure is None else f"broke: {self.failure!r}"
         with self._parts.lock:
             left = list(self._active.values())
             self._active.clear()
+            for active in self._leaving:
+                self._parts.scheduler.remove(active.sequence)
+            self._leaving.clear()
         for active in left:
             error = UnavailableError(
                 f"{self._parts.worker_id} {why}; retry on another worker", request_id=active.sequence.request_id

@@ -28,7 +28,7 @@ from kvpool.errors import (
 )
 from kvpool.hashing import Namespace, block_hashes
 from kvpool.plan import REDO, HolderRef, LoadSlice, Plan, PlanKind
-from kvpool.request import FinishReason, GenerateRequest, TokenLogprobs
+from kvpool.request import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
 from kvpool.store.disk import DiskTier
 from kvpool.transfer.loader import Loader
 from kvpool.transport.base import Transport
@@ -412,6 +412,19 @@ def test_the_same_id_twice_at_once_is_refused(fake_pool: Pool) -> None:
     engine.running.set()
     assert sink.result() == fake_pool.kind.plain(request)
     assert fake_pool.run(core, request).tokens == sink.tokens
+
+
+def test_whoever_has_the_last_chunk_may_use_the_id_again(fake_pool: Pool) -> None:
+    core, again = fake_pool.add(), Collector()
+    request = make_request("same", fake_pool.prompt(30), 3, ignore_eos=True)
+
+    def sink(item: TokenChunk | KVPoolError) -> None:
+        if isinstance(item, TokenChunk) and item.finish is not None:
+            core.submit(request, REDO, "d2", again)
+
+    core.submit(request, REDO, "d1", sink)
+    again.result()
+    assert again.tokens == fake_pool.kind.plain(request)
 
 
 def test_too_many_waiting_requests_are_refused(fake_pool: Pool) -> None:
