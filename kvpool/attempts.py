@@ -59,6 +59,7 @@ class Attempts:
         self._deadline_s = deadline_s
         self._started_s = time.monotonic()
         self._delivered: list[int] = []
+        self._ttft_ns: int | None = None
         self._excluded: set[WorkerKey] = set()
         self._failed: set[WorkerKey] = set()
         self._served: set[WorkerKey] = set()
@@ -157,7 +158,8 @@ class Attempts:
             return
         request = self._current()
         last = len(request.generated) + 1 >= request.sampling.max_tokens
-        one = replace(request, sampling=replace(request.sampling, max_tokens=len(request.generated) + 1))
+        sampling = replace(request.sampling, max_tokens=len(request.generated) + 1)
+        one = replace(request, sampling=sampling, hands_over=not last)
         following = asyncio.ensure_future(self._connection.follow(request, part, self._remaining_s()))
         stats: RequestStats | None = None
         try:
@@ -203,6 +205,8 @@ class Attempts:
                     raise UnavailableError(f"worker {route.worker} ended the request, which nobody had cancelled")
                 self._served.add(route.worker)
                 self._delivered.extend(chunk.tokens)
+                if self._delivered and self._ttft_ns is None:
+                    self._ttft_ns = self._elapsed_ns()
                 if chunk.stats is not None:
                     chunk = replace(chunk, stats=replace(chunk.stats, attempts=self._attempts))
                 yield chunk
@@ -218,8 +222,12 @@ class Attempts:
             self._request,
             generated=tuple(self._delivered),
             timeout_ns=max(1, int(self._remaining_s() * 1e9)),
-            elapsed_ns=self._request.elapsed_ns + int((time.monotonic() - self._started_s) * 1e9),
+            elapsed_ns=self._elapsed_ns(),
+            ttft_ns=self._ttft_ns,
         )
+
+    def _elapsed_ns(self) -> int:
+        return self._request.elapsed_ns + int((time.monotonic() - self._started_s) * 1e9)
 
     def _remaining_s(self) -> float:
         return max(0.001, self._deadline_s - time.monotonic())

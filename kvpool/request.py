@@ -143,6 +143,8 @@ class GenerateRequest:
         timeout_ns: the client's budget for the whole request. It is a duration, not a moment, because clocks differ.
         limits: what it asks of the service.
         elapsed_ns: how long ago the user's call was when this attempt was sent.
+        ttft_ns: how long after that call the first token came, when an earlier attempt delivered it.
+        hands_over: this attempt is for the first token only; another worker finishes the request, unless it ends here.
     """
 
     request_id: RequestId
@@ -153,6 +155,8 @@ class GenerateRequest:
     timeout_ns: int = 120_000_000_000
     limits: Limits = NO_LIMITS
     elapsed_ns: int = 0
+    ttft_ns: int | None = None
+    hands_over: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -165,6 +169,8 @@ class GenerateRequest:
         if len(self.generated) >= self.sampling.max_tokens:
             raise RequestError("nothing is left to generate", field="generated")
         _require_int(self.elapsed_ns, "elapsed")
+        if self.ttft_ns is not None:
+            _require_int(self.ttft_ns, "ttft_ns")
         if self.timeout_ns <= 0:
             raise RequestError(f"timeout must be positive, got {self.timeout_ns} ns", field="timeout")
 

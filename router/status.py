@@ -63,6 +63,6 @@ def link_rows(links: LinkEstimators) -> list[dict[str, Any]]:
 
 
 def goodput(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Finished requests by the limits they met, summed over workers. One that was handed over counts with each part."""
+    """Finished requests by the limits they met, summed over workers."""
     totals = list(counters)
     return {shown: sum(item.get(name, 0) for item in totals) for shown, name in _GOODPUT.items()}

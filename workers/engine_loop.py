@@ -304,8 +304,11 @@ class EngineLoop:
             else:
                 finished.append((active, chunk))
         for active, chunk in finished:
+            assert chunk.finish is not None
+            counter = goodput_counter(active.sequence, chunk.finish, parts.clock_ns())
             with parts.lock:
-                parts.reporter.counters[goodput_counter(active.sequence, parts.clock_ns())] += 1
+                if counter is not None:
+                    parts.reporter.counters[counter] += 1
                 self._put_away(active)  # first: whoever has the last chunk may use the id again
                 self._leaving.append(active)
             self._deliver(active, chunk)

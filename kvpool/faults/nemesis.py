@@ -178,6 +178,7 @@ class Nemesis:
             self._heal(fault, "drained, ended and replaced")
 
     def _drain(self, worker_id: WorkerId) -> None:
+        """The directory's part only: an administrator's drain ends the worker for good, and here Ray replaces it."""
         with MetadataClient(self.arena.metadata) as client:
             client.drain(worker_id)
 

@@ -54,7 +54,7 @@ class BlockPool:
         self._leaves = LeafHeap(self._leaf_order)
         self._own_leaves: dict[str, LeafHeap] = {}  # of tenants with a quota
         self._held: Counter[str] = Counter()
-        self._wanted: frozenset[BlockHash] = frozenset()
+        self.wanted: frozenset[BlockHash] = frozenset()
         self._tick = self._floor = 0
         self._evictable = 0
         self._evictable_kept = self._kept = self._spare = 0
@@ -211,7 +211,7 @@ class BlockPool:
             self.release((block_id,))
             return twin
         block.block_hash, block.parent, block.work, block.uses = block_hash, parent, max(1, work), 1
-        block.keep = block_hash in self._wanted
+        block.keep = block_hash in self.wanted
         self._kept += block.keep
         self._by_hash[block_hash] = block_id
         if parent is not None:
@@ -275,7 +275,7 @@ class BlockPool:
 
     def set_wanted(self, wanted: Collection[BlockHash]) -> None:
         """From now on exactly these hashes are kept as long as anything else can be evicted, held already or not."""
-        for block_hash in self._wanted ^ frozenset(wanted):
+        for block_hash in self.wanted ^ frozenset(wanted):
             block_id = self._by_hash.get(block_hash)
             if block_id is None:
                 continue
@@ -285,7 +285,7 @@ class BlockPool:
             self._kept += change
             self._evictable_kept += change * block.evictable
             self._offer_leaf(block_id)
-        self._wanted = frozenset(wanted)
+        self.wanted = frozenset(wanted)
 
     def blocks(self) -> list[Block]:
         """Every sealed block, to read. O(n)."""

@@ -209,14 +209,17 @@ class Segment:
             others: blocks that are held in another tier, to select from as well.
 
         Returns:
-            What became of those in memory, and every hash that was selected.
+            What became of those in memory, and every hash that was selected and is not kept by an administrator; of
+            ``others``, ``purge.kept`` counts those that are, and are not in memory too.
         """
         with self._lock:
             self._expire()
-            wanted = select([*others, *self._pool.blocks()], selection, self._clock_ns())
-            purge = self._pool.purge(wanted)
+            chosen = select([*others, *self._pool.blocks()], selection, self._clock_ns())
+            kept = self._pool.wanted.intersection(chosen)
+            only_there = sum(self._pool.lookup(item) is None for item in kept)
+            purge = self._pool.purge(chosen)
             self._gone(purge.victims, spill=False)
-            return purge, wanted
+            return replace(purge, kept=purge.kept + only_there), [item for item in chosen if item not in kept]
 
     # -- content
 

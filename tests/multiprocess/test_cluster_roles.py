@@ -17,6 +17,7 @@ import pytest
 from kvpool.client import TextChunk
 from kvpool.cluster.launcher import Cluster
 from kvpool.config import ClusterConfig, EngineConfig, MetadataConfig, SchedulerConfig, WorkerConfig
+from kvpool.reports import GOODPUT_MET
 from kvpool.request import GenerateResult, TokenLogprobs
 from kvpool.types import MemberState, Role, WorkerId
 from tests.multiprocess.cluster_kit import ClusterKit, wait_until
@@ -73,6 +74,11 @@ def _assert_equal(got: Sequence[TokenLogprobs], expected: Sequence[TokenLogprobs
         assert ours.logprob == pytest.approx(theirs.logprob, abs=TOLERANCE)
 
 
+def _goodput(kit: ClusterKit) -> list[int]:
+    """Finished requests that the prefill and the decode worker counted."""
+    return [_counters(kit, worker).get(GOODPUT_MET, 0) for worker in (PREFILLS, DECODES)]
+
+
 def _counters(kit: ClusterKit, worker: WorkerId) -> dict[str, int]:
     counters: dict[str, int] = kit.status()["workers"][worker]["counters"]
     return counters
@@ -83,13 +89,14 @@ def test_a_handed_over_request_equals_the_plain_model_and_its_prompt_is_not_comp
     kit: ClusterKit, plain: PlainModel, length: int
 ) -> None:
     prompt = _prompt(length, length)
-    before = _counters(kit, DECODES)
+    before, finished = _counters(kit, DECODES), _goodput(kit)
     result = kit.generate(prompt, max_tokens=8, logprobs=1, ignore_eos=True)
     _assert_equal(result.logprobs, plain.greedy(prompt, 8))
     assert (result.stats.worker_id, result.stats.decoded_by) == (PREFILLS, DECODES)
     assert result.stats.tokens_redone == length
     after = _counters(kit, DECODES)
     assert after["tokens_redone"] - before.get("tokens_redone", 0) <= BLOCK
+    assert [now - then for now, then in zip(_goodput(kit), finished, strict=True)] == [0, 1], "counted once"
     assert after["pulled_blocks"] > before.get("pulled_blocks", 0)  # it came while it was computed
 
 

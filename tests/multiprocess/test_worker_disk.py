@@ -172,6 +172,21 @@ def test_what_a_peer_asks_for_in_vain_is_promoted_for_the_next_one(pool: Pool, t
     assert core.counters()["promotions"] == 1
 
 
+def test_pinned_blocks_on_disk_outlive_an_eviction_by_hand(fake_pool: Pool, tmp_path: Path) -> None:
+    disks = Disks(tmp_path, fake_pool)
+    core = fake_pool.add(num_blocks=12, disk=disks.open())
+    prompt = fake_pool.prompt(30)
+    fake_pool.run(core, ask("first", prompt))
+    flood(fake_pool, core)
+    chain = chain_of(core, prompt)
+    core.segment.set_wanted(chain[:3])
+    purge, removed = core.evict(Selection(chain=chain[:2]))
+    assert (len(purge.victims), purge.kept, removed) == (0, 3, 5)
+    assert set(chain) & disks.announced == set(chain[:3])
+    core.segment.set_wanted(())
+    assert core.evict(Selection(chain=chain[:2]))[1] == 3
+
+
 def test_evicting_by_hand_reaches_the_disk(fake_pool: Pool, tmp_path: Path) -> None:
     disks = Disks(tmp_path, fake_pool)
     core = fake_pool.add(num_blocks=12, disk=disks.open())

@@ -1,6 +1,9 @@
 """The benchmark report: ratios point the same way for speed and cost, and a bar is never met by accident."""
 
+import importlib
+
 from kvpool.bench.report import Row, interleave, skipped, table
+from kvpool.cli.bench import names
 
 
 def test_ratio_above_one_is_better_for_speeds_and_for_costs() -> None:
@@ -29,3 +32,9 @@ def test_runs_are_interleaved_after_one_warm_up_each() -> None:
     seconds = interleave([lambda: order.append("a"), lambda: order.append("b")], runs=2)
     assert order == ["a", "b", "a", "b", "a", "b"]
     assert [len(values) for values in seconds] == [2, 2]
+
+
+def test_every_benchmark_that_is_listed_can_be_run_and_helpers_are_not_listed() -> None:
+    assert {"router", "transfer"} < set(names())
+    assert not {"peer", "report", "metadata_peers"} & set(names())
+    assert all(callable(importlib.import_module(f"kvpool.bench.{name}").run) for name in ("router", "metadata"))

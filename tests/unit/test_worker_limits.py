@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvpool.plan import REDO
-from kvpool.request import GenerateRequest, Limits
+from kvpool.request import FinishReason, GenerateRequest, Limits
 from tests.worker_support import make_request, namespace
 from workers.block_table import BlockTable
 from workers.limits import goodput_counter
@@ -38,14 +38,23 @@ def finished(request: GenerateRequest, first_ms: int, tokens: int) -> Sequence:
 )
 def test_the_first_limit_missed_is_counted(limits: Limits, elapsed_ms: int, expected: str) -> None:
     request = replace(make_request("r", [1, 2, 3]), limits=limits, elapsed_ns=elapsed_ms * MS)
-    assert goodput_counter(finished(request, first_ms=30, tokens=5), now_ns=170 * MS) == expected
+    assert goodput_counter(finished(request, first_ms=30, tokens=5), FinishReason.LENGTH, now_ns=170 * MS) == expected
 
 
-def test_a_first_token_that_an_earlier_attempt_delivered_is_not_judged_again() -> None:
-    request = replace(make_request("r", [1, 2, 3]), limits=Limits(ttft_ns=1), generated=(7,))
-    assert goodput_counter(finished(request, 30, 2), now_ns=140 * MS) == "goodput_met"
+@pytest.mark.parametrize(("ttft_ms", "expected"), [(20, "goodput_met"), (21, "goodput_missed_ttft")])
+def test_a_first_token_that_an_earlier_attempt_delivered_counts_as_it_came(ttft_ms: int, expected: str) -> None:
+    limits = Limits(ttft_ns=20 * MS)
+    request = replace(make_request("r", [1, 2, 3]), limits=limits, generated=(7,), elapsed_ns=10**9)
+    request = replace(request, ttft_ns=ttft_ms * MS)
+    assert goodput_counter(finished(request, 30, 2), FinishReason.LENGTH, now_ns=140 * MS) == expected
+
+
+def test_a_request_that_is_handed_over_is_counted_by_who_finishes_it() -> None:
+    first = replace(make_request("r", [1, 2, 3], 1), limits=Limits(ttft_ns=1), hands_over=True)
+    assert goodput_counter(finished(first, 30, 1), FinishReason.LENGTH, now_ns=10**9) is None
+    assert goodput_counter(finished(first, 30, 1), FinishReason.STOP, now_ns=10**9) == "goodput_missed_ttft"
 
 
 def test_one_token_has_no_gap() -> None:
     request = replace(make_request("r", [1, 2, 3]), limits=Limits(tpot_ns=1))
-    assert goodput_counter(finished(request, 30, 1), now_ns=10**9) == "goodput_met"
+    assert goodput_counter(finished(request, 30, 1), FinishReason.LENGTH, now_ns=10**9) == "goodput_met"
