@@ -53,6 +53,7 @@ class Cluster:
         faults, timing: what goes wrong, and how late everything is known.
         seed: of faults, and of policies that draw.
         oracle: show the policy the truth (`router.simulation.oracle`).
+        calibration: prefills that every node measured before it joined, as real workers do.
     """
 
     def __init__(
@@ -69,9 +70,11 @@ class Cluster:
         seed: int = 0,
         max_records: int = 1000,
         oracle: bool = False,
+        calibration: tuple[PrefillSample, ...] = (),
     ) -> None:
         self.loop = EventLoop()
         self._trace = trace
+        self._calibration = calibration
         self._preset = preset
         self._faults = faults or Faults()
         self._timing = timing or (AT_ONCE if oracle else Timing())
@@ -260,6 +263,7 @@ class Cluster:
             block_bytes=self._footprint.block_bytes,
             capacity_blocks=(self._preset.capacity_blocks, self._preset.host_blocks, 0),
             control_address=node.key.worker_id,
+            calibration=self._calibration,
         )
         self.core.on_member_change(info, MemberState.ALIVE)
         self._report(node)
