@@ -8,7 +8,7 @@ import pytest
 
 from kvpool.bench.simulation import Asked, Real, compare, replay
 from kvpool.config import EngineConfig
-from kvpool.reports import DECODE_NS, DECODE_STEPS
+from kvpool.reports import DECODE_NS, DECODE_REQUESTS
 
 MS = 1_000_000
 HAND_OVER_NS = 7 * MS
@@ -22,7 +22,7 @@ def ttft_ns(computed: int) -> int:
 
 def asked(arrival_ns: int, computed: int) -> Asked:
     outcome = {"ttft_ns": ttft_ns(computed), "tokens_redone": computed}
-    record: dict[str, Any] = {"plan": "redo", "outcome": outcome}
+    record: dict[str, Any] = {"plan": "redo", "outcome": outcome, "predicted_ttft_ns": ttft_ns(computed) + HAND_OVER_NS}
     return Asked(arrival_ns, PROMPT, ttft_ns(computed) + HAND_OVER_NS, record)
 
 
@@ -31,7 +31,7 @@ def test_a_run_that_went_as_learned_is_replayed_as_it_was() -> None:
         "prefill_t0_ms": 10.0,
         "prefill_us_per_token": 1000.0,
         "prefill_ps_per_pair": 0.0,
-        "counters": {DECODE_STEPS: 10, DECODE_NS: 200 * MS},
+        "counters": {DECODE_REQUESTS: 10, DECODE_NS: 200 * MS},
     }
     real = Real(
         asked=[asked(0, 160), asked(5000 * MS, 16), asked(10_000 * MS, 16)],
