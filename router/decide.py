@@ -29,7 +29,7 @@ from router.bounds import Ahead, Fleetwide, Reach, best_case, load_bound, look_a
 from router.cost import Pair, Price
 from router.planning import Params, Promise, build_plan, build_promise, build_striped_plan
 from router.scores import FEW_WORKERS, Scores, crowds, harm_ns, score_redo
-from router.signals import Column, Floats, Holding, RequestView, Snapshot, holdings
+from router.signals import Column, Floats, Holding, RequestView, Snapshot, holdings, readable
 from router.striping import MIN_GAIN, Stripes, Way, best_stripes
 
 LOOSE_PAIRS = 3
@@ -160,7 +160,7 @@ def _open_case(request: RequestView, snapshot: Snapshot, params: Params, few: in
     owners = {holding.position: holding.blocks for holding in held}
     ticket = zlib.crc32(request.request_id.encode())
     scores = score_redo(request, snapshot, params, owners, ticket, few)
-    return _Case(request, snapshot, params, held, owners, ticket, scores)
+    return _Case(request, snapshot, params, readable(held, request, snapshot), owners, ticket, scores)
 
 
 def _best_redo(case: _Case) -> _Choice:

@@ -259,3 +259,21 @@ def holdings(request: RequestView, snapshot: Snapshot) -> list[Holding]:
         if blocks > 0:
             found.append(Holding(position, blocks, best_tier))
     return found
+
+
+def readable(held: list[Holding], request: RequestView, snapshot: Snapshot) -> list[Holding]:
+    """What others may read of ``held``: the part in memory. Disks are read by their own worker only."""
+    if all(holding.tier is not Tier.DISK for holding in held):
+        return held
+    limit = usable_blocks(request, snapshot.footprint.block_tokens)
+    found = []
+    for holding in held:
+        if holding.tier is not Tier.DISK:
+            found.append(holding)
+            continue
+        tiers = snapshot.prefixes[snapshot.workers[holding.position].key]
+        memory = [(min(blocks, limit), tier) for tier, blocks in tiers.items() if tier is not Tier.DISK and blocks]
+        if memory:
+            blocks, tier = max(memory, key=lambda item: (item[0], -item[1]))
+            found.append(Holding(holding.position, blocks, tier))
+    return found

@@ -20,7 +20,7 @@ from router.disks import await_disks
 from router.estimators import LinkCurve, PrefillCurve
 from router.planning import Harm, Params
 from router.scores import crowds, harm_ns, keep_ns
-from router.signals import Features, Footprint, Snapshot, holdings
+from router.signals import Features, Footprint, Snapshot, holdings, readable
 from tests.unit.router_kit import FOOTPRINT, FixedFailures, Worker, key, request, snapshot
 
 SETTINGS = settings(max_examples=150, deadline=None)
@@ -242,7 +242,7 @@ def _every_score(shot: Snapshot, harm: Harm) -> list[float]:
         mine = own.get(i, 0)
         redo = curve.time_ns(tokens - 16 * mine, 16 * mine)
         found.append(_score(shot, harm, i, float(waits[i]) + redo, redo))
-        for item in held:
+        for item in readable(held, request(tokens), shot):
             row = shot.links.row(shot.workers[item.position].key.worker_id, item.tier, shot.now_ns)
             backlog = max(columns.out_free_ns[item.position], columns.in_free_ns[i]) - shot.now_ns
             pair = cost.Pair(

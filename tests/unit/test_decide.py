@@ -245,6 +245,14 @@ def test_what_a_worker_holds_already_makes_nothing_leave() -> None:
     assert decide(request(), shot, Params(harm=Harm(keep=1.0))).worker == key(0)
 
 
+def test_what_lies_on_another_workers_disk_is_not_loaded_from_there() -> None:
+    shot = snapshot([Worker(0), Worker(1, blocks=90, wait_ns=10.0 * S, tier=Tier.DISK)])
+    assert decide(request(), shot, PARAMS_WITHOUT_HARM).plan.kind is PlanKind.REDO
+    both = replace(shot, prefixes={key(1): {Tier.DISK: 90, Tier.HOST: 60}})
+    plan = decide(request(), both, PARAMS_WITHOUT_HARM).plan
+    assert [(piece.start, piece.stop, piece.tier) for piece in plan.loads] == [(0, 60, Tier.HOST)]
+
+
 def test_new_work_spreads_away_from_workers_that_got_more_than_their_share() -> None:
     shot = snapshot([Worker(0), Worker(1, wait_ns=0.01 * S)])
     shot.columns.arrivals[:] = (3.0, 1.0)
