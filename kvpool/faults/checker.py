@@ -218,7 +218,8 @@ def _corrupt_refused(story: Story, bounds: Bounds) -> Iterator[Violation]:
     """While everything a holder offers is spoilt, nothing may count as loaded from it.
 
     Only forced loads are looked at: they have no other holder to turn to. The bytes themselves are right, so that
-    outputs would not show it.
+    outputs would not show it. A worker never orders a block twice, so a request may get blocks that another one loads
+    there from another holder at that time: such a request says nothing.
     """
     for fault in story.faults.values():
         if not fault.mechanism.startswith(CORRUPTING) or fault.key is None:
@@ -228,9 +229,21 @@ def _corrupt_refused(story: Story, bounds: Bounds) -> Iterator[Violation]:
             if end is None or attempt is None or not attempt.forced or attempt.holders != (fault.key,):
                 continue
             inside = fault.at_ns + bounds.settle_ns < attempt.at_ns and end.at_ns < (fault.heal_ns or story.last_ns)
-            if inside and end.stats.get("tokens_loaded"):
+            if inside and end.stats.get("tokens_loaded") and not _joined_others(story, attempt, fault.key, end.at_ns):
                 message = f"{request.id} counts {end.stats['tokens_loaded']} tokens as loaded from {fault.key}"
                 yield Violation(Rule.CORRUPT_REFUSED, message, (fault.line, attempt.line, end.line))
+
+
+def _joined_others(story: Story, attempt: Attempt, holder: str, until_ns: int) -> bool:
+    """Meanwhile somebody else loads on the same worker from another holder."""
+    for request in story.requests.values():
+        for other in request.attempts:
+            if other.worker != attempt.worker or not set(other.holders) - {holder}:
+                continue
+            end_ns = story.last_ns if request.end is None else request.end.at_ns
+            if other.at_ns < until_ns and attempt.at_ns < end_ns:
+                return True
+    return False
 
 
 def _dead_not_offered(story: Story, bounds: Bounds) -> Iterator[Violation]:

@@ -22,7 +22,7 @@ from kvpool.cluster.manual import ManualRouter
 from kvpool.metadata.watcher import MetadataWatcher
 from kvpool.plan import Route
 from kvpool.request import GenerateRequest, GenerateResult, RequestStats, SamplingParams, TokenLogprobs
-from kvpool.types import RequestId, WorkerId
+from kvpool.types import MemberState, RequestId, WorkerId
 
 _numbers = itertools.count()
 
@@ -83,6 +83,14 @@ class ClusterKit:
         """`kvpool status`."""
         status: dict[str, Any] = self.run(self.client.status())
         return status
+
+    def all_serve(self, count: int) -> bool:
+        """Whether ``count`` workers answer, and watcher and router know exactly these incarnations."""
+        status = self.status()
+        answering = {item.get("key") for item in status["workers"].values()}
+        members = {str(key) for key, member in self.watcher.members().items() if member.state is MemberState.ALIVE}
+        known = {item["worker"] for item in status["router"].get("workers", []) if item["state"] == "alive"}
+        return len(answering) == count and answering == members == known
 
     def pid_of(self, actor: str) -> int:
         """Process id of a worker or the router of this cluster."""

@@ -17,7 +17,7 @@ import pytest
 
 from kvpool.cluster.launcher import Cluster
 from kvpool.config import ClusterConfig, EngineConfig, MetadataConfig, WorkerConfig
-from kvpool.types import MemberState, WorkerId
+from kvpool.types import WorkerId
 from tests.multiprocess.cluster_kit import ClusterKit, wait_until
 from workers.engine.reference import PlainModel
 
@@ -46,16 +46,7 @@ def plain(tiny_model_path: Path) -> PlainModel:
 @pytest.fixture(autouse=True)
 def _everybody_is_back(kit: ClusterKit) -> None:
     """Each test begins with two live members and a router."""
-    wait_until(lambda: _serving(kit), RESTART_S, "both workers answer and are members")
-
-
-def _serving(kit: ClusterKit) -> bool:
-    """Both actors answer, and watcher and router know exactly these incarnations."""
-    status = kit.status()
-    answering = {item.get("key") for item in status["workers"].values()}
-    members = {str(key) for key, member in kit.watcher.members().items() if member.state is MemberState.ALIVE}
-    known = {item["worker"] for item in status["router"].get("workers", []) if item["state"] == "alive"}
-    return len(answering) == 2 and answering == members == known
+    wait_until(lambda: kit.all_serve(2), RESTART_S, "both workers answer and are members")
 
 
 def _alive(kit: ClusterKit) -> set[str]:

@@ -19,7 +19,7 @@ from kvpool.cluster.launcher import Cluster
 from kvpool.config import ClusterConfig, EngineConfig, MetadataConfig, SchedulerConfig, WorkerConfig
 from kvpool.reports import GOODPUT_MET
 from kvpool.request import GenerateResult, TokenLogprobs
-from kvpool.types import MemberState, Role, WorkerId
+from kvpool.types import Role, WorkerId
 from tests.multiprocess.cluster_kit import ClusterKit, wait_until
 from workers.engine.reference import PlainModel
 
@@ -52,15 +52,7 @@ def plain(smollm2_path: Path) -> PlainModel:
 
 @pytest.fixture(autouse=True)
 def _everybody_is_back(kit: ClusterKit) -> None:
-    wait_until(lambda: _serving(kit), RESTART_S, "both workers answer and are members")
-
-
-def _serving(kit: ClusterKit) -> bool:
-    status = kit.status()
-    answering = {item.get("key") for item in status["workers"].values()}
-    members = {str(key) for key, member in kit.watcher.members().items() if member.state is MemberState.ALIVE}
-    known = {item["worker"] for item in status["router"].get("workers", []) if item["state"] == "alive"}
-    return len(answering) == 2 and answering == members == known
+    wait_until(lambda: kit.all_serve(2), RESTART_S, "both workers answer and are members")
 
 
 def _prompt(length: int, seed: int) -> tuple[int, ...]:

@@ -342,6 +342,17 @@ def test_a_named_and_counted_retry_is_a_fallback_and_no_violation() -> None:
     assert verdict.fallbacks == {"retry.unavailable": 1}
 
 
+def test_blocks_that_another_request_loads_there_meanwhile_are_not_held_against_a_spoilt_holder() -> None:
+    story = honest()
+    spoilt_block_accepted(story)
+    assert {item.rule for item in story.judge().violations} == {Rule.CORRUPT_REFUSED}
+    worker, at_ns = (story.find("attempt", id="q-24")[name] for name in ("worker", "at_ns"))
+    other = story.find("attempt", id="q-23")
+    other.update(plan="load", holders=["worker-9@1"], planned_tokens=64, worker=worker)
+    story.find("response", id="q-23")["at_ns"] = at_ns + 1
+    assert Rule.CORRUPT_REFUSED not in {item.rule for item in story.judge().violations}
+
+
 def test_a_forced_load_from_a_dead_holder_is_not_held_against_the_router() -> None:
     story = honest()
     dead_holder_offered(story)
