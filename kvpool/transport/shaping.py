@@ -8,7 +8,7 @@ bytes land in the pace of the shape, verified by the inner transport. Shapes bel
   (pieces come in any order) and ``stalled`` (nothing moves until the shape changes);
 * towards a reader: ``corruption`` (blocks are offered with a wrong checksum, so the reader's own check refuses them).
 
-One thread owns all state. A read is terminal only when every inner read it started is.
+One thread owns all state but the shapes. A read is terminal only when every inner read it started is.
 """
 
 from __future__ import annotations
@@ -125,12 +125,9 @@ class ShapingTransport:
         return self._inner.address
 
     def shape(self, worker_id: WorkerId, shape: LinkShape) -> None:
-        """Give the link to and from a worker a shape, from now on."""
-
-        def change(_: int) -> None:
-            self._shapes[worker_id] = shape
-
-        self._post(change)
+        """Give the link to and from a worker a shape: whatever is asked for after this call has it."""
+        self._shapes[worker_id] = shape  # at once: the other end does not wait for our thread
+        self._post(lambda _: None)
 
     def start(self, key: WorkerKey, segment: memoryview, block_bytes: int, source: BlockSource) -> None:
         """Start the inner transport and the pacing thread."""

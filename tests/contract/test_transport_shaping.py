@@ -79,6 +79,12 @@ def test_corruption_is_caught_by_the_reader(ends: tuple[End, End]) -> None:
     assert set(progress.statuses) == {BlockStatus.ARRIVED, BlockStatus.CORRUPT}
 
 
+def test_a_shape_holds_as_soon_as_it_was_given(ends: tuple[End, End]) -> None:
+    never_started = ShapingTransport(MemoryTransport())  # no thread that could apply it later
+    never_started.shape(ends[1].key.worker_id, LinkShape(corruption=1.0))
+    assert next(never_started.wrong_checksums(ends[1].key))
+
+
 def test_a_truncated_piece_brings_its_front_and_ends_the_read_at_its_stall_bound(ends: tuple[End, End]) -> None:
     holder, reader = ends
     shape(reader, holder, LinkShape(truncation=1.0))
