@@ -134,7 +134,8 @@ def test_clients_share_the_connection_of_their_process_and_the_last_one_ends_it(
 
 
 EMBEDDED = """
-import sys
+import faulthandler, sys
+faulthandler.enable()
 from kvpool.client import KVPoolClient
 from kvpool.config import ClusterConfig, EngineConfig, WorkerConfig
 config = ClusterConfig(workers=(WorkerConfig(count=1, engine=EngineConfig(model=sys.argv[1], num_blocks=64)),))
@@ -148,21 +149,27 @@ with KVPoolClient(config=config) as client:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_an_embedded_cluster_ends_with_its_program_whatever_ends_it(
-    number: signal.Signals, tiny_model_path: Path
+    number: signal.Signals, tiny_model_path: Path, tmp_path: Path
 ) -> None:
+    said = tmp_path / "stderr"
     program = subprocess.Popen(
         [sys.executable, "-c", EMBEDDED, str(tiny_model_path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=said.open("w"),
         text=True,
     )
     try:
         assert program.stdout is not None
         cluster_dir = program.stdout.readline().strip()
-        assert Path(cluster_dir).is_dir()
+        assert Path(cluster_dir).is_dir(), said.read_text()
         program.send_signal(number)
-        program.wait(60)
+        try:
+            program.wait(60)
+        except subprocess.TimeoutExpired:
+            program.send_signal(signal.SIGABRT)  # makes it say where its threads are
+            program.wait(20)
+            pytest.fail(f"it went on for 60 s, with its threads here:\n{said.read_text()}")
         wait_until(lambda: processes_of(cluster_dir) == [], 20, "every process of the cluster is gone")
         wait_until(lambda: not Path(cluster_dir).exists(), 20, "its directory is gone")
     finally:
