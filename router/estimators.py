@@ -209,7 +209,8 @@ class LinkEstimators:
         link = self._links.get(key)
         if link is None:
             self._make_room()
-            link = self._links[key] = self._new_link(parent.curve, now_ns)
+            # Not the parent's shape: links of unlike speed with loads of one size make that up out of noise.
+            link = self._links[key] = self._new_link(self._priors[tier], now_ns)
         for target in (parent, link):
             target.fit.observe((1.0, float(num_bytes + queued_bytes)), elapsed_ns)
             target.curve = self._as_curve(target.fit)

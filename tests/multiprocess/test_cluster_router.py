@@ -1,10 +1,13 @@
-"""The router of a real cluster splits a prefill over a link of about B*, and says so; outputs equal the plain model's.
+"""The router of a real cluster splits a prefill over a link of about B*, loads over two faster ones at once, and says
+so; outputs equal the plain model's.
 
-The link is shaped; the router is told nothing and learns its speed from what loads really took.
+The links are shaped; the router is told nothing and learns their speed from what loads really took.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 import signal
 from collections.abc import Iterator
@@ -18,7 +21,7 @@ from kvpool.config import ClusterConfig, EngineConfig, SchedulerConfig, WorkerCo
 from kvpool.plan import PlanKind, Route
 from kvpool.request import GenerateRequest
 from kvpool.transport.shaping import LinkShape
-from kvpool.types import WorkerId
+from kvpool.types import WorkerId, WorkerKey
 from tests.multiprocess.cluster_kit import ClusterKit, Served, wait_until
 from workers.engine.reference import PlainModel
 
@@ -29,21 +32,27 @@ PREFIX_TOKENS = 400
 TOLERANCE = 1e-4
 LOADS_TO_LEARN = 2
 RESTART_S = 60.0
-HOLDER, READER = WorkerId("worker-0"), WorkerId("worker-1")
+_seeds = itertools.count(900)
+HOLDER, READER, SECOND_READER = WorkerId("worker-0"), WorkerId("worker-1"), WorkerId("worker-2")
+STRIPE_TOKENS, STRIPE_SPEED = 640, 4.0
+"""Long and fast enough that two holders beat one, and a split, though their learned speeds differ by a factor."""
 
 
 @pytest.fixture(scope="module")
 def kit() -> Iterator[ClusterKit]:
-    """Two workers with the default model, their links open to shaping."""
+    """Three workers with the default model: a link of about B* into one, two of `STRIPE_SPEED` times that into
+    another."""
     group = WorkerConfig(
-        count=2,
+        count=3,
         transport="shaped:ucx",
         engine=EngineConfig(num_blocks=256),
         scheduler=SchedulerConfig(max_step_tokens=128),
     )
     kit = ClusterKit(Cluster.start(ClusterConfig(workers=(group,)), name="split"))
     try:
-        _slow_the_link_to_b_star(kit)
+        _slow_the_link(kit, HOLDER, READER, 1.0)
+        for holder in (HOLDER, READER):
+            _slow_the_link(kit, holder, SECOND_READER, STRIPE_SPEED)
         yield kit
     finally:
         kit.close()
@@ -60,23 +69,23 @@ def _prompt(length: int, seed: int) -> tuple[int, ...]:
     return tuple(rng.randrange(100, 40_000) for _ in range(length))
 
 
-def _slow_the_link_to_b_star(kit: ClusterKit) -> None:
-    """Shape the reader's link so that a block takes as long to load as to compute; let loads teach the router so."""
-    reader = next(item for item in kit.status()["router"]["workers"] if item["worker"].startswith(READER))
-    block_ns = reader["prefill_us_per_token"] * 1e3 * BLOCK
-    rate = kit.routes.member(HOLDER).block_bytes / block_ns * 1e9
-    kit.run(kit.connection.call(READER, "shape_link", HOLDER, LinkShape(rate_bytes_per_s=rate)))
-    for number in range(LOADS_TO_LEARN):
-        prompt = _prompt(10 * BLOCK + 1, 900 + number)
-        kit.warm(HOLDER, prompt)
+def _slow_the_link(kit: ClusterKit, holder: WorkerId, reader: WorkerId, speed: float) -> None:
+    """Shape a link so that a block is loaded ``speed`` times as fast as computed; let loads teach the router so."""
+    found = next(item for item in kit.status()["router"]["workers"] if item["worker"].startswith(reader))
+    block_ns = found["prefill_us_per_token"] * 1e3 * BLOCK
+    rate = speed * kit.routes.member(holder).block_bytes / block_ns * 1e9
+    kit.run(kit.connection.call(reader, "shape_link", holder, LinkShape(rate_bytes_per_s=rate)))
+    for _ in range(LOADS_TO_LEARN):
+        prompt = _prompt(10 * BLOCK + 1, next(_seeds))
+        kit.warm(holder, prompt)
         request = kit.request(prompt, max_tokens=1)
-        kit.run(kit.follow(kit.routes.load(request.request_id, READER, holder=HOLDER, blocks=(0, 10)), request))
-    wait_until(lambda: _link_samples(kit) >= LOADS_TO_LEARN, 10.0, "the router has learned the link")
+        kit.run(kit.follow(kit.routes.load(request.request_id, reader, holder=holder, blocks=(0, 10)), request))
+    wait_until(lambda: _samples(kit, holder, reader) >= LOADS_TO_LEARN, 10.0, "the router has learned the link")
 
 
-def _link_samples(kit: ClusterKit) -> int:
+def _samples(kit: ClusterKit, holder: WorkerId, reader: WorkerId) -> int:
     links = kit.status()["router"]["links"]
-    return sum(item["samples"] for item in links if (item["holder"], item["reader"]) == (HOLDER, READER))
+    return sum(item["samples"] for item in links if (item["holder"], item["reader"]) == (holder, reader))
 
 
 def _learned_link(kit: ClusterKit) -> dict[str, Any]:
@@ -85,18 +94,22 @@ def _learned_link(kit: ClusterKit) -> dict[str, Any]:
     return found
 
 
-def _route_around_the_holder(kit: ClusterKit, request: GenerateRequest) -> Route:
-    """The real router's answer for a request that its holder has just failed, while the reader has nothing to do."""
-    wait_until(lambda: _wait_ms(kit) == 0.0, 20.0, "the reader reports that it is idle")
-    holder = kit.routes.member(HOLDER).key
-    route: Route = kit.run(kit.connection.route(request, frozenset({holder}), 10.0))
-    assert route.worker_id == READER
+def _route_to(kit: ClusterKit, reader: WorkerId, request: GenerateRequest) -> Route:
+    """The real router's answer for a request that the other workers have just failed, while this one has nothing to
+    do."""
+    wait_until(lambda: _wait_ms(kit, reader) == 0.0, 20.0, "the reader reports that it is idle")
+    route: Route = kit.run(kit.connection.route(request, _all_but(kit, reader), 10.0))
+    assert route.worker_id == reader
     return route
 
 
-def _wait_ms(kit: ClusterKit) -> float:
+def _all_but(kit: ClusterKit, reader: WorkerId) -> frozenset[WorkerKey]:
+    return frozenset(kit.routes.member(name).key for name in (HOLDER, READER, SECOND_READER) if name != reader)
+
+
+def _wait_ms(kit: ClusterKit, reader: WorkerId) -> float:
     workers = kit.status()["router"]["workers"]
-    return sum(float(item["wait_ms"]) for item in workers if item["worker"].startswith(READER))
+    return sum(float(item["wait_ms"]) for item in workers if item["worker"].startswith(reader))
 
 
 def _record(kit: ClusterKit, request: GenerateRequest) -> dict[str, Any]:
@@ -123,7 +136,7 @@ def test_the_router_splits_over_a_link_of_b_star_and_the_record_shows_plan_split
     prompt = _prompt(PREFIX_TOKENS + 5, 1)
     kit.warm(HOLDER, prompt)
     request = kit.request(prompt, max_tokens=4, logprobs=1, ignore_eos=True)
-    route = _route_around_the_holder(kit, request)
+    route = _route_to(kit, READER, request)
     assert route.plan.kind is PlanKind.SPLIT
     assert route.plan.split_tokens is not None
     assert 0 < route.plan.split_tokens < PREFIX_TOKENS
@@ -143,6 +156,25 @@ def test_the_router_splits_over_a_link_of_b_star_and_the_record_shows_plan_split
     assert "split: compute the first" in record["text"]
 
 
+def test_two_holders_over_slow_links_are_read_at_once_and_the_record_shows_both(
+    kit: ClusterKit, plain: PlainModel
+) -> None:
+    prompt = _prompt(STRIPE_TOKENS + 5, 2)
+    for holder in (HOLDER, READER):
+        kit.warm(holder, prompt)
+    request = kit.request(prompt, max_tokens=4, logprobs=1, ignore_eos=True)
+    route = _route_to(kit, SECOND_READER, request)
+    told = json.dumps(kit.status()["router"]["links"]) + kit.run(kit.client.explain(request.request_id))["text"]
+    assert {piece.holder.worker_id for piece in route.plan.loads} == {HOLDER, READER}, told
+    served = kit.run(kit.follow(route, request))
+    _assert_equals(served, plain, prompt, 4)
+    assert served.stats is not None
+    assert served.stats.tokens_loaded > 0
+    record = _record(kit, request)
+    assert {piece["holder"].partition("@")[0] for piece in record["loads"]} == {HOLDER, READER}, record["loads"]
+    assert record["outcome"]["tokens_loaded"] == served.stats.tokens_loaded
+
+
 def test_plans_of_several_requests_at_once_behind_prefixes_of_their_own_equal_the_plain_model(
     kit: ClusterKit, plain: PlainModel
 ) -> None:
@@ -151,8 +183,8 @@ def test_plans_of_several_requests_at_once_behind_prefixes_of_their_own_equal_th
         kit.warm(HOLDER, prompt)
         kit.warm(READER, prompt[: 5 * BLOCK])
     requests = [kit.request(prompt, max_tokens=3, logprobs=1, ignore_eos=True) for prompt in prompts]
-    holder = frozenset({kit.routes.member(HOLDER).key})
-    routes = [kit.run(kit.connection.route(request, holder, 10.0)) for request in requests]
+    others = _all_but(kit, READER)
+    routes = [kit.run(kit.connection.route(request, others, 10.0)) for request in requests]
     assert all(route.plan.loads[0].start >= 5 for route in routes if route.plan.loads)
     served = kit.run(kit.gather(kit.follow(route, request) for route, request in zip(routes, requests, strict=True)))
     for prompt, item in zip(prompts, served, strict=True):
@@ -167,9 +199,9 @@ def test_a_killed_router_comes_back_with_its_speeds(kit: ClusterKit) -> None:
 
     def is_back() -> bool:
         router = kit.status()["router"]
-        return "error" not in router and len(router["workers"]) == 2 and kit.pid_of("router") != pid
+        return "error" not in router and len(router["workers"]) == 3 and kit.pid_of("router") != pid
 
-    wait_until(is_back, RESTART_S, "the router serves again and knows both workers")
+    wait_until(is_back, RESTART_S, "the router serves again and knows all workers")
     status = kit.status()["router"]
     assert status["learned"]["started_from"].startswith("saved state")
     after = _learned_link(kit)
@@ -177,14 +209,14 @@ def test_a_killed_router_comes_back_with_its_speeds(kit: ClusterKit) -> None:
     assert after["beta_gbytes_per_s"] == pytest.approx(before["beta_gbytes_per_s"], rel=0.5)  # the prior is far off
     prompt = _prompt(20 * BLOCK + 1, 30)
     kit.warm(HOLDER, prompt)
-    assert _route_around_the_holder(kit, kit.request(prompt, max_tokens=1)).plan.kind is PlanKind.SPLIT
+    assert _route_to(kit, READER, kit.request(prompt, max_tokens=1)).plan.kind is PlanKind.SPLIT
 
 
 def test_a_link_that_dies_in_mid_split_costs_its_help_only(kit: ClusterKit, plain: PlainModel) -> None:
     prompt = _prompt(PREFIX_TOKENS, 3)
     kit.warm(HOLDER, prompt)
     request = kit.request(prompt, max_tokens=4, logprobs=1, ignore_eos=True)
-    route = _route_around_the_holder(kit, request)
+    route = _route_to(kit, READER, request)
     assert route.plan.kind is PlanKind.SPLIT
     kit.run(kit.connection.call(READER, "shape_link", HOLDER, LinkShape(stalled=True)))
     served = kit.run(kit.follow(route, request))

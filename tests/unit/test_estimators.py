@@ -135,6 +135,17 @@ def test_a_slow_first_load_does_not_brand_the_link_for_long() -> None:
     assert estimators.curve(A, B, Tier.DEVICE, S).time_ns(10_000_000) < 4 * MS
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_new_link_extrapolates_though_loads_of_one_size_say_nothing_of_alpha(seed: int) -> None:
+    estimators, rng, size = LinkEstimators(), Random(seed), 5_000_000
+    links = [(WorkerId(f"h{number}"), B, Tier.HOST) for number in range(4)]
+    for moment, (link, byte_ns) in enumerate(zip(links, (125.0, 31.0, 300.0, 31.0), strict=True)):
+        for _ in range(2):
+            estimators.observe(link, size, round(size * byte_ns * rng.uniform(0.9, 1.4)), moment * MS)
+    expected = LinkCurve(0.0, 31.0).time_ns(4 * size)
+    assert 0.7 < estimators.curve(links[3][0], B, Tier.HOST, 4 * MS).time_ns(4 * size) / expected < 1.4
+
+
 def test_shared_bytes_take_their_part_of_the_time() -> None:
     estimators = LinkEstimators()
     for i in range(40):
