@@ -11,15 +11,18 @@ obeys one command per line on stdin: each runs once and answers ``{"value": …}
 from __future__ import annotations
 
 import json
-import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvpool.bench import peer_tools
+else:
+    import peer_tools
 
 CHAIN_BLOCKS = 100
 HOLDERS = 4
@@ -28,8 +31,6 @@ KEYS_PER_CALL = 1_000
 PUTS_PER_CALL = 500
 OBJECT = b"x" * 64
 SEGMENT_BYTES = 512 << 20
-BUFFER_BYTES = 64 << 20
-READY_TIMEOUT_S = 30.0
 
 
 def dynamo(workers: int, entries: int) -> dict[str, Callable[[], float]]:
@@ -63,20 +64,16 @@ class Mooncake:
     """A master, a process that offers a segment, and a client without one."""
 
     def __init__(self, keys: int, puts: int) -> None:
-        master = os.path.join(os.path.dirname(sys.executable), "mooncake_master")
-        port, metrics = _free_port(), _free_port()
-        command = [master, f"--rpc_port={port}", f"--metrics_port={metrics}"]
-        self._address = f"127.0.0.1:{port}"
-        self._children = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)]
-        _wait_for_port(port)
-        command = [sys.executable, __file__, "holder", self._address]
+        port = peer_tools.free_port()
+        address = f"127.0.0.1:{port}"
+        self._children = [peer_tools.mooncake_master(sys.executable, port)]
+        command = [sys.executable, __file__, "holder", address]
         holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         self._children.append(holder)
         assert holder.stdout is not None
-        while b"ready" not in holder.stdout.readline():
-            if holder.poll() is not None:
-                raise RuntimeError("the segment's holder ended")
-        self._store = connect(self._address, 0)
+        if b"ready" not in holder.stdout.readline():
+            raise RuntimeError("the segment's holder ended")
+        self._store = peer_tools.mooncake_store(address, 0)
         self._keys, self._puts, self._round = keys, puts, 0
         self.publish()
 
@@ -104,52 +101,14 @@ class Mooncake:
         self._store.close()
         for child in reversed(self._children):
             child.kill()
-            child.wait(READY_TIMEOUT_S)
-
-
-def connect(master: str, segment_bytes: int) -> Any:
-    """A store client."""
-    from mooncake.store import MooncakeDistributedStore
-
-    store = MooncakeDistributedStore()
-    if store.setup("127.0.0.1", "P2PHANDSHAKE", segment_bytes, BUFFER_BYTES, "tcp", "", master):
-        raise RuntimeError("the store cannot be set up")
-    return store
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _wait_for_port(port: int) -> None:
-    end = time.monotonic() + READY_TIMEOUT_S
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        except OSError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.05)
-
-
-def _hold(master: str) -> None:
-    """Offer a segment until the parent goes."""
-    store = connect(master, SEGMENT_BYTES)
-    print("ready", flush=True)
-    sys.stdin.read()
-    store.close()
+            child.wait(peer_tools.READY_TIMEOUT_S)
 
 
 def main(arguments: list[str]) -> None:
     """See the module's docstring."""
+    answers = peer_tools.answers()
     if arguments[0] == "holder":
-        _hold(arguments[1])
-        return
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # peers log to stdout
+        peer_tools.offer_segment(arguments[1], SEGMENT_BYTES, answers)
     first, second = int(arguments[1]), int(arguments[2])
     close: Callable[[], None] = lambda: None  # noqa: E731
     commands: dict[str, Callable[[], float]]

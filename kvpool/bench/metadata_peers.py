@@ -35,7 +35,7 @@ class PeerScript:
     """
 
     def __init__(self, name: str, *arguments: int | str, script: Path = _SCRIPT) -> None:
-        python = _python(name)
+        python = peer_python(name)
         command = [python, str(script), name, *map(str, arguments)]
         self._name = name
         self._script = script
@@ -81,7 +81,12 @@ class PeerScript:
         return answer
 
 
-def _python(name: str) -> str:
+def peer_python(name: str) -> str:
+    """The Python that has a peer's package.
+
+    Raises:
+        UnavailableError: none does; the message says what to set.
+    """
     variable = f"KVPOOL_{name.upper()}_PYTHON"
     python = os.environ.get(variable)
     if python:

@@ -2,23 +2,23 @@
 
 A decision is what the router actor does for one request: look the chain up in the index, price, choose, reserve,
 record. The rows with ``requirement`` as the reference compare with the project's stated bars, which are absolute.
-Dynamo is used when its package is importable here or ``KVPOOL_DYNAMO_PYTHON`` names a Python that has it.
+Dynamo is used where `kvpool.bench.metadata_peers` finds it.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvpool.bench.metadata_peers import peer_python
 from kvpool.bench.report import Row, skipped, spread
+from kvpool.errors import UnavailableError
 from kvpool.metadata.index import PrefixIndex
 from kvpool.reports import LoadSample, PrefillSample, WorkerLoad, WorkerReport
 from kvpool.types import (
@@ -80,7 +80,12 @@ def decision_rows(workers: int, entries: int, *, peers: bool) -> list[Row]:
     """Median time of a whole decision with this many workers, against the bar and against Dynamo."""
     label = f"decision, {CHAIN_BLOCKS}-block prompt, {entries // 1000}k entries, {workers} workers"
     bench = _Decisions(workers, entries)
-    peer, why = (_peer_python(), "not installed; set KVPOOL_DYNAMO_PYTHON") if peers else (None, "peers not asked for")
+    peer, why = None, "peers not asked for"
+    if peers:
+        try:
+            peer = peer_python("dynamo")
+        except UnavailableError as error:
+            why = str(error)
     ours, theirs = [], []
     bench.measure()
     for _ in range(RUNS):
@@ -171,13 +176,6 @@ def _member(key: WorkerKey) -> MemberInfo:
         capacity_blocks=(100_000, 0, 0),
         control_address=key.worker_id,
     )
-
-
-def _peer_python() -> str | None:
-    named = os.environ.get("KVPOOL_DYNAMO_PYTHON")
-    if named:
-        return named
-    return sys.executable if importlib.util.find_spec("dynamo") is not None else None
 
 
 def _peer_median(python: str, workers: int) -> float | None:

@@ -14,16 +14,19 @@ import ctypes
 import json
 import mmap
 import os
-import socket
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-READY_TIMEOUT_S = 30.0
+if TYPE_CHECKING:
+    from kvpool.bench import peer_tools
+else:
+    import peer_tools
+
 LOAD_TIMEOUT_S = 60.0
 SLACK_BYTES = 64 << 20
 HUGE_PAGE_BYTES = 2 << 20
@@ -69,13 +72,11 @@ def mooncake(block_bytes: int, blocks: int, fabric: str, children: list[Any]) ->
     """A reader without a segment of its own, so that every block comes from the holder."""
     if fabric != "tcp":
         raise RuntimeError("the store moves data over TCP here")
-    port, metrics = _free_port(), _free_port()
-    master = os.path.join(os.path.dirname(sys.executable), "mooncake_master")
-    command = [master, f"--rpc_port={port}", f"--metrics_port={metrics}"]
-    children.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-    _wait_for_port(port)
-    _holder(children, "mooncake", block_bytes, blocks, f"127.0.0.1:{port}")
-    store = _store(f"127.0.0.1:{port}", 0)
+    port = peer_tools.free_port()
+    address = f"127.0.0.1:{port}"
+    children.append(peer_tools.mooncake_master(sys.executable, port))
+    _holder(children, "mooncake", block_bytes, blocks, address)
+    store = peer_tools.mooncake_store(address, 0)
     target = Buffer(block_bytes * blocks, 0)
     if store.register_buffer(target.address, target.size_bytes):
         raise RuntimeError("the buffer cannot be registered")
@@ -100,7 +101,7 @@ def mooncake(block_bytes: int, blocks: int, fabric: str, children: list[Any]) ->
 
 def hold_mooncake(block_bytes: int, blocks: int, master: str) -> tuple[str, object]:
     """Put the blocks into a segment of this process."""
-    store = _store(master, block_bytes * blocks * 2 + SLACK_BYTES)
+    store = peer_tools.mooncake_store(master, block_bytes * blocks * 2 + SLACK_BYTES)
     source = Buffer(block_bytes * blocks, 1)
     store.register_buffer(source.address, source.size_bytes)
     keys = [f"block-{number}" for number in range(blocks)]
@@ -108,15 +109,6 @@ def hold_mooncake(block_bytes: int, blocks: int, master: str) -> tuple[str, obje
     if any(store.batch_put_from(keys, places, [block_bytes] * blocks)):
         raise RuntimeError("a put failed")
     return "put", store
-
-
-def _store(master: str, segment_bytes: int) -> Any:
-    from mooncake.store import MooncakeDistributedStore
-
-    store = MooncakeDistributedStore()
-    if store.setup("127.0.0.1", "P2PHANDSHAKE", segment_bytes, SLACK_BYTES, "tcp", "", master):
-        raise RuntimeError("the store cannot be set up")
-    return store
 
 
 def nixl(block_bytes: int, blocks: int, fabric: str, children: list[Any]) -> Load:
@@ -183,24 +175,6 @@ def _holder(children: list[Any], name: str, block_bytes: int, blocks: int, where
     return line.decode()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _wait_for_port(port: int) -> None:
-    end = time.monotonic() + READY_TIMEOUT_S
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        except OSError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.05)
-
-
 def _serve(answers: Any, say: Callable[[], object]) -> None:
     for line in sys.stdin:
         if line.strip() != "load":
@@ -210,8 +184,7 @@ def _serve(answers: Any, say: Callable[[], object]) -> None:
 
 def main(arguments: list[str]) -> None:
     """See the module's docstring."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # peers log to stdout
+    answers = peer_tools.answers()
     if arguments[0] == "holder":
         _, name, block_bytes, blocks, where = arguments
         said, keep = PEERS[name][1](int(block_bytes), int(blocks), where)
@@ -232,7 +205,7 @@ def main(arguments: list[str]) -> None:
     finally:
         for child in reversed(children):
             child.kill()
-            child.wait(READY_TIMEOUT_S)
+            child.wait(peer_tools.READY_TIMEOUT_S)
         sys.stderr.flush()
         os._exit(status)
 

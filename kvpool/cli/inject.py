@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -30,6 +30,7 @@ from kvpool.cli.output import (
     progress,
 )
 from kvpool.errors import RequestError, UnavailableError
+from kvpool.faults import beside, mooncake
 from kvpool.faults.checker import Verdict, check_history
 from kvpool.faults.history import HistoryWriter, history_path, read_history
 from kvpool.faults.report import SHORT_COLUMNS, as_data, cells, html, row
@@ -102,7 +103,8 @@ def inject(
             runs = _choose(scenario, mix)
             with contextlib.redirect_stdout(sys.stderr):  # Ray prints there what it thinks of killed processes
                 judged = _run_all(runs, where, options, history)
-            _conclude(judged, report, json_)
+                comparison = _beside([verdict for verdict, _ in judged])
+            _conclude(judged, report, json_, comparison)
 
     guarded(command, as_json=json_)
 
@@ -183,37 +185,62 @@ def _run(
     return check_history(read_history(path), options.bounds), str(path)
 
 
+def _beside(verdicts: Sequence[Verdict]) -> beside.Comparison | None:
+    """The same faults on another store, once no cluster of ours takes its time; the longest lease holds for all."""
+    names = {name for verdict in verdicts for name in str(verdict.story.run.get("scenario", "")).split("+")}
+    lease_ns = max(int(verdict.story.run.get("lease_ns", 0)) for verdict in verdicts)
+    return mooncake.compare(sorted(names), lease_ns / 1e9, progress)
+
+
 def _judge(path: Path | None) -> tuple[Verdict, str]:
     if path is None:
         raise RequestError("'kvpool inject check' needs --history FILE", field="history")
     return check_history(read_history(path)), str(path)
 
 
-def _conclude(judged: Sequence[tuple[Verdict, str]], report: Path | None, as_json: bool) -> None:
-    """Print, write the page, and end with the exit code."""
+def _conclude(
+    judged: Sequence[tuple[Verdict, str]],
+    report: Path | None,
+    as_json: bool,
+    comparison: beside.Comparison | None = None,
+) -> None:
+    """Print, write the page, and end with the exit code, which the comparison has no part in."""
     if report is not None:
         try:
-            report.write_text(html(judged), encoding="utf-8")
+            report.write_text(html(judged, comparison), encoding="utf-8")
         except OSError as error:
             raise RequestError(f"cannot write the report {report}: {error.strerror}", field="report") from error
+    holds = all(item.holds for item, _ in judged)
     if as_json:
-        print_json({"holds": all(item.holds for item, _ in judged), "runs": [as_data(*item) for item in judged]})
+        data = {"holds": holds, "runs": [as_data(*item) for item in judged]}
+        print_json(data if comparison is None else {**data, "beside": comparison.as_dict()})
     else:
-        _print_table([cells(row(verdict), SHORT_COLUMNS) for verdict, _ in judged])
+        rows = [row(verdict) for verdict, _ in judged]
+        _print_table("fault runs", SHORT_COLUMNS, rows)
         for verdict, path in judged:
             _print(verdict, path)
-    if not all(verdict.holds for verdict, _ in judged):
+        if comparison is not None:
+            _print_comparison(comparison, rows)
+    if not holds:
         raise typer.Exit(EXIT_FAILED)
 
 
-def _print_table(rows: list[list[str]]) -> None:
+def _print_comparison(comparison: beside.Comparison, ours: Sequence[dict[str, Any]]) -> None:
+    rows = comparison.rows(ours)
+    if rows:
+        _print_table("the same faults", beside.COLUMNS, rows)
+    for line in comparison.remarks():
+        console.print(line, highlight=False)
+
+
+def _print_table(title: str, columns: tuple[tuple[str, str], ...], rows: Sequence[dict[str, Any]]) -> None:
     """A row a run; few runs as columns, which fits any terminal."""
-    header = [title for _, title in SHORT_COLUMNS]
+    header, lines = [name for _, name in columns], [cells(numbers, columns) for numbers in rows]
     if len(rows) > MAX_RUNS_AS_COLUMNS:
-        print_table("fault runs", header, rows)
+        print_table(title, header, lines)
         return
-    first, *others = zip(header, *rows, strict=True)
-    print_table("fault runs", first, others)
+    first, *others = zip(header, *lines, strict=True)
+    print_table(title, first, others)
 
 
 def _print(verdict: Verdict, path: str) -> None:

@@ -40,6 +40,7 @@ HEAL_LIMIT_S = 120.0
 DRAIN_LIMIT_S = 60.0
 LOAD_WAIT_S = 3.0
 DAMAGE_PERIOD_S = 0.25
+PAUSE_LEASES = 2.5
 POLL_S = 0.05
 CALL_TIMEOUT_S = 2.0
 NOMINAL_LINK_BYTES_PER_S = 1_000_000_000.0
@@ -86,7 +87,7 @@ class Nemesis:
     @property
     def pause_s(self) -> float:
         """How long a pause lasts: well past the membership lease."""
-        return 2.5 * self.arena.lease_ns / 1e9
+        return PAUSE_LEASES * self.arena.lease_ns / 1e9
 
     # ── victims ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from kvpool.faults import beside
 from kvpool.faults.checker import Verdict
 from kvpool.faults.measures import detection_ns, summary
 from kvpool.faults.story import Fault, Request, Story
@@ -105,23 +106,38 @@ def as_data(verdict: Verdict, history: str) -> dict[str, Any]:
     }
 
 
-def html(runs: Sequence[tuple[Verdict, str]]) -> str:
+def html(runs: Sequence[tuple[Verdict, str]], comparison: beside.Comparison | None = None) -> str:
     """One page over several runs; nothing is fetched from elsewhere.
 
     Args:
         runs: verdicts, each with the path of its history.
+        comparison: another store under the same faults.
     """
-    head = "".join(f"<th>{escape(title)}</th>" for _, title in COLUMNS)
-    lines = []
-    for verdict, _ in runs:
-        mark = "" if verdict.holds else ' class="bad"'
-        lines.append(f"<tr{mark}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells(row(verdict))) + "</tr>")
+    rows = [(row(verdict), verdict.holds) for verdict, _ in runs]
     sections = "".join(_section(verdict, history) for verdict, history in runs)
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>kvpool fault runs</title><style>{_STYLE}</style>"
-        f"<h1>kvpool fault runs</h1><table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-        f"{sections}</html>"
+        f"<h1>kvpool fault runs</h1>{_table(COLUMNS, rows)}"
+        f"{_comparison(comparison, [numbers for numbers, _ in rows])}{sections}</html>"
     )
+
+
+def _table(columns: tuple[tuple[str, str], ...], rows: Sequence[tuple[dict[str, Any], bool]]) -> str:
+    """Rows with whether each is as it should be."""
+    head = "".join(f"<th>{escape(title)}</th>" for _, title in columns)
+    lines = []
+    for numbers, holds in rows:
+        mark = "" if holds else ' class="bad"'
+        lines.append(f"<tr{mark}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells(numbers, columns)) + "</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def _comparison(comparison: beside.Comparison | None, ours: Sequence[dict[str, Any]]) -> str:
+    if comparison is None:
+        return ""
+    rows = [(numbers, True) for numbers in comparison.rows(ours)]
+    table = _table(beside.COLUMNS, rows) if rows else ""
+    return table + "".join(f"<p>{escape(line)}</p>" for line in comparison.remarks())
 
 
 _STYLE = """

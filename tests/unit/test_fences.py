@@ -56,6 +56,7 @@ PURE = (
     "kvpool/faults/measures.py",
     "kvpool/faults/checker.py",
     "kvpool/faults/report.py",
+    "kvpool/faults/beside.py",
     "kvpool/store/ranges.py",
     "router/signals.py",
     "router/estimators.py",
