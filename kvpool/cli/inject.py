@@ -220,15 +220,16 @@ def _conclude(
         for verdict, path in judged:
             _print(verdict, path)
         if comparison is not None:
-            _print_comparison(comparison, rows)
+            print_comparison(comparison, rows)
     if not holds:
         raise typer.Exit(EXIT_FAILED)
 
 
-def _print_comparison(comparison: beside.Comparison, ours: Sequence[dict[str, Any]]) -> None:
+def print_comparison(comparison: beside.Comparison, ours: Sequence[dict[str, Any]]) -> None:
+    """A table a fault, ours and theirs side by side, which fits any terminal; then what numbers do not say."""
     rows = comparison.rows(ours)
-    if rows:
-        _print_table("the same faults", beside.COLUMNS, rows)
+    for fault in dict.fromkeys(numbers["fault"] for numbers in rows):
+        _print_table(f"{fault}, beside", beside.COLUMNS[1:], [numbers for numbers in rows if numbers["fault"] == fault])
     for line in comparison.remarks():
         console.print(line, highlight=False)
 

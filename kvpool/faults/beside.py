@@ -114,7 +114,7 @@ class Comparison:
 
     def rows(self, ours: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         """Rows of ours (see `kvpool.faults.report.row`) and of the other, those of a fault beneath each other."""
-        faults = {outcome.fault for outcome in self.outcomes}
+        faults = {outcome.fault for outcome in self.outcomes if outcome.requests}
         found = [
             {"system": "kvpool", **{name: numbers.get(key) for key, name in OURS}}
             for numbers in ours

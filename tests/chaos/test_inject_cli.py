@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
+from kvpool.cli.inject import print_comparison
 from kvpool.cli.main import app
+from kvpool.faults.beside import Comparison, Outcome
 from kvpool.faults.scenarios import SCENARIOS, Needs
 from tests.unit.test_fault_checker import Story, honest, wrong_token
 
@@ -74,3 +77,17 @@ def test_a_file_that_is_no_history_is_refused_by_line(tmp_path: Path) -> None:
 def test_a_mix_needs_what_its_scenarios_need_together() -> None:
     needs = SCENARIOS["kill-one-replica"].needs | SCENARIOS["link-drop"].needs | SCENARIOS["evict-storm"].needs
     assert needs == Needs(metadata_replicas=2, num_blocks=128, shaped=True)
+
+
+def test_another_store_is_printed_beside_ours_a_table_a_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = Outcome("kill-holder", "Mooncake Store", requests=182, ok=136, missed=32, failed=14, lost_keys=32)
+    unknown = Outcome("kill-metadata", "Mooncake Store", note="its master did not start")
+    print_comparison(
+        Comparison("Mooncake Store", "over TCP", (theirs, unknown)), [{"scenario": "kill-holder", "ok": 79}]
+    )
+    printed = capsys.readouterr().out
+    assert "kill-holder, beside" in printed
+    assert "kill-metadata, beside" not in printed
+    assert "79" in printed
+    assert "182" in printed
+    assert "its master did not start" in printed
