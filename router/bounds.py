@@ -8,7 +8,7 @@ the search ends after the first pair. Arrays are columns in the order of the wor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +16,8 @@ import numpy as np
 from kvpool.types import Tier
 from router.cost import prefill_ns
 from router.estimators import LinkCurve
-from router.planning import Harm
-from router.signals import Bools, Columns, Floats, Footprint, Holding, LinkRow, RequestView, Snapshot
+from router.scores import Case
+from router.signals import Bools, Columns, Floats, Footprint, Holding, LinkRow
 
 
 class Fleetwide(NamedTuple):
@@ -72,27 +72,34 @@ class Ahead(NamedTuple):
     pair_ns: float
 
 
-def look_ahead(request: RequestView, snapshot: Snapshot, harm: Harm, holding: Holding, own: int) -> Ahead:
-    """For holders of as many blocks in this tier; ``own`` is the longest prefix that is shorter."""
-    footprint, total, curve = snapshot.footprint, request.prompt_tokens, snapshot.fastest
-    link = snapshot.links.best(holding.tier)
-    t0_ns, token_ns, half, block_tokens = curve.t0_ns, curve.token_ns, 0.5 * curve.pair_ns, footprint.block_tokens
-    cached, first = holding.blocks * block_tokens, (own + 1) * block_tokens
-    rest = t0_ns + (total - cached) * (token_ns + half * (total + cached))
-    redo = t0_ns + (total - first) * (token_ns + half * (total + first))
-    always = (rest if rest < harm.cap_ns else harm.cap_ns) * harm.base
+def rest_behind(case: Case, blocks: int) -> tuple[float, float]:
+    """The least that any worker computes behind a prefix of so many blocks, and the harm of it that is always there."""
+    harm, total, curve = case.params.harm, case.request.prompt_tokens, case.snapshot.fastest
+    cached = blocks * case.snapshot.footprint.block_tokens
+    rest = curve.t0_ns + (total - cached) * (curve.token_ns + 0.5 * curve.pair_ns * (total + cached))
+    return rest, (rest if rest < harm.cap_ns else harm.cap_ns) * harm.base
+
+
+def look_ahead(case: Case, holding: Holding, own: int, rest_ns: float, always_ns: float) -> Ahead:
+    """For holders of as many blocks in this tier; ``own`` is the longest prefix that is shorter, the times are what
+    `rest_behind` gives."""
+    snapshot, total = case.snapshot, case.request.prompt_tokens
+    footprint, curve, link = snapshot.footprint, snapshot.fastest, snapshot.links.best(holding.tier)
+    block_tokens, byte_ns, pair_ns = footprint.block_tokens, link.byte_ns, curve.pair_ns
+    first = (own + 1) * block_tokens
+    redo = curve.t0_ns + (total - first) * (curve.token_ns + 0.5 * pair_ns * (total + first))
     return Ahead(
         holding.blocks,
         holding.tier,
-        link.alpha_ns + footprint.fixed_bytes * link.byte_ns,
-        footprint.block_bytes * link.byte_ns,
+        link.alpha_ns + footprint.fixed_bytes * byte_ns,
+        footprint.block_bytes * byte_ns,
         holding.blocks - own,
         block_tokens,
-        rest + always,
-        redo + always,
-        t0_ns,
-        token_ns + curve.pair_ns * own * block_tokens,
-        curve.pair_ns,
+        rest_ns + always_ns,
+        redo + always_ns,
+        curve.t0_ns,
+        curve.token_ns + pair_ns * own * block_tokens,
+        pair_ns,
     )
 
 
@@ -125,63 +132,50 @@ def whole_ns(ahead: Ahead, backlog: float) -> float:
     return max(0.0, min(arrival, met) - ahead.t0_ns)
 
 
-class Reach(NamedTuple):
-    """Few workers as plain lists, for `pairs_in_reach`; see `Fleetwide` and `router.signals.Columns` for the meanings.
-
-    Attributes:
-        ticket: turns the order of equal workers.
-    """
-
-    owners: Mapping[int, int]
-    wait: Sequence[float]
-    crowd_at: Callable[[int], float]
-    keep: Sequence[float] | None
-    cap_ns: float
-    backlog_in: Sequence[float]
-    curves: Sequence[Sequence[float]]
-    requests: Sequence[float]
-    rank: Sequence[int]
-    ticket: int
-    total_tokens: int
-    footprint: Footprint
-
-
 def pairs_in_reach(
-    reach: Reach, ahead: Ahead, backlog_out: float, row: LinkRow, best: float, *, split: bool
+    case: Case, ahead: Ahead, backlog_out: float, row: LinkRow, best: float
 ) -> list[tuple[float, float, int, int]]:
     """(bound, requests, turn, position) of every worker that could score below ``best`` by loading from one holder,
-    best first. The bound is `load_bound`'s loose one over the pair's own link, one worker at a time."""
-    found: list[tuple[float, float, int, int]] = []
-    footprint, total, blocks, cap_ns = reach.footprint, reach.total_tokens, ahead.blocks, reach.cap_ns
-    cached, owners, crowd_at = blocks * footprint.block_tokens, reach.owners, reach.crowd_at
+    best first. The bound is `load_bound`'s loose one over the pair's own link, one worker at a time; for few workers,
+    whose scores are lists."""
+    scores, snapshot, columns, owners = case.scores, case.snapshot, case.snapshot.columns, case.owners
+    footprint, total, blocks, cap_ns = (
+        snapshot.footprint,
+        case.request.prompt_tokens,
+        ahead.blocks,
+        case.params.harm.cap_ns,
+    )
+    crowd, keep = scores.crowd, scores.keep
+    assert isinstance(crowd, list)
+    assert isinstance(keep, list)
+    t0s, slopes, pairs = scores.curves
+    cached = blocks * footprint.block_tokens
     new, half, highest = total - cached, 0.5 * (total + cached), best - ahead.rest_ns
-    t0s, slopes, pairs = reach.curves
-    keep = reach.keep
-    for position, wait in enumerate(reach.wait):
+    cap_ns = case.params.harm.cap_ns
+    found: list[tuple[float, float, int, int]] = []
+    for position, wait in enumerate(scores.wait):
         if wait >= highest:
             continue
-        t0_ns, pair = t0s[position], pairs[position]
-        score = rest = t0_ns + new * (slopes[position] + pair * half)
-        score += (rest if rest < cap_ns else cap_ns) * crowd_at(position)
-        if keep is not None:
-            score += keep[position]
+        pair = pairs[position]
+        rest = t0s[position] + new * (slopes[position] + pair * half)
+        score = rest + (rest if rest < cap_ns else cap_ns) * crowd[position] + keep[position]
         own = owners.get(position, 0)
         if wait + score >= best or own >= blocks:
             continue
-        byte_ns, backlog_in = row.byte_ns[position], reach.backlog_in[position]
+        byte_ns, backlog_in = row.byte_ns[position], columns.in_free_ns.item(position) - snapshot.now_ns
         start = backlog_out if backlog_out > backlog_in else backlog_in
         start += row.alpha_ns[position] + footprint.fixed_bytes * byte_ns
         block_ns = footprint.block_bytes * byte_ns
         arrival = start + (blocks - own) * block_ns
         whole = wait if start < wait else arrival
         bound = score + whole
-        if split and bound >= best:
+        if bound >= best and snapshot.features.split:
             token_ns = slopes[position] + pair * own * footprint.block_tokens
-            front = _split_front(t0_ns, token_ns, pair, block_ns / footprint.block_tokens, arrival - wait)
+            front = _split_front(t0s[position], token_ns, pair, block_ns / footprint.block_tokens, arrival - wait)
             bound = score + max(wait, min(front + wait, whole))
         if bound < best:
-            turn = (reach.rank[position] - reach.ticket) % len(reach.wait)
-            found.append((bound, reach.requests[position], turn, position))
+            turn = (columns.rank.item(position) - case.ticket) % len(columns)
+            found.append((bound, columns.requests.item(position), turn, position))
     found.sort()
     return found
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -25,10 +24,20 @@ import numpy as np
 from kvpool.plan import Plan
 from kvpool.types import RequestId, Tier, WorkerKey
 from router import cost
-from router.bounds import Ahead, Fleetwide, Reach, best_case, load_bound, look_ahead, pairs_in_reach, rest_ns, whole_ns
+from router.bounds import (
+    Ahead,
+    Fleetwide,
+    best_case,
+    load_bound,
+    look_ahead,
+    pairs_in_reach,
+    rest_behind,
+    rest_ns,
+    whole_ns,
+)
 from router.cost import Pair, Price
 from router.planning import Params, Promise, build_plan, build_promise, build_striped_plan
-from router.scores import FEW_WORKERS, Scores, crowds, harm_ns, score_redo
+from router.scores import FEW_WORKERS, Case, harm_ns, score_redo
 from router.signals import Column, Floats, Holding, RequestView, Snapshot, holdings, readable
 from router.striping import MIN_GAIN, Stripes, Way, best_stripes
 
@@ -101,19 +110,6 @@ class _Source(NamedTuple):
     ahead: Ahead
 
 
-@dataclass(slots=True)
-class _Case:
-    """Everything the parts of one decision share."""
-
-    request: RequestView
-    snapshot: Snapshot
-    params: Params
-    held: list[Holding]
-    owners: dict[int, int]
-    ticket: int
-    scores: Scores
-
-
 def decide(request: RequestView, snapshot: Snapshot, params: Params, few: int = FEW_WORKERS) -> Decision:
     """Choose worker and plan for a request; ``few`` as in `router.scores.score_redo`.
 
@@ -155,29 +151,29 @@ def decide(request: RequestView, snapshot: Snapshot, params: Params, few: int = 
     )
 
 
-def _open_case(request: RequestView, snapshot: Snapshot, params: Params, few: int) -> _Case:
+def _open_case(request: RequestView, snapshot: Snapshot, params: Params, few: int) -> Case:
     held = holdings(request, snapshot)
     owners = {holding.position: holding.blocks for holding in held}
     ticket = zlib.crc32(request.request_id.encode())
     scores = score_redo(request, snapshot, params, owners, ticket, few)
-    return _Case(request, snapshot, params, readable(held, request, snapshot), owners, ticket, scores)
+    return Case(request, snapshot, params, readable(held, request, snapshot), owners, ticket, scores)
 
 
-def _best_redo(case: _Case) -> _Choice:
+def _best_redo(case: Case) -> _Choice:
     scores, position = case.scores, case.scores.position
-    wait, redo = scores.wait_at(position), scores.redo_at(position)
+    wait, redo = float(scores.wait[position]), float(scores.redo[position])
     price = cost.price_redo(wait, redo, case.owners.get(position, 0))
     requests = case.snapshot.columns.requests.item(position)
     return _Choice(scores.least, redo, requests, _turn(case, position), position, price, None)
 
 
-def _turn(case: _Case, position: int) -> int:
+def _turn(case: Case, position: int) -> int:
     """Place of the worker in this request's order: key order, rotated by the ticket."""
     size = len(case.snapshot.workers)
     return (case.snapshot.columns.rank.item(position) - case.ticket) % size
 
 
-def _best_load(case: _Case, choice: _Choice, loads: list[LoadPrice]) -> tuple[_Choice, float | None]:
+def _best_load(case: Case, choice: _Choice, loads: list[LoadPrice]) -> tuple[_Choice, float | None]:
     """The best of a choice and all loads; appends what was priced.
 
     Returns:
@@ -188,37 +184,37 @@ def _best_load(case: _Case, choice: _Choice, loads: list[LoadPrice]) -> tuple[_C
     return _search_arrays(case, choice, loads)
 
 
-def _search_lists(case: _Case, choice: _Choice, loads: list[LoadPrice]) -> tuple[_Choice, float | None]:
+def _search_lists(case: Case, choice: _Choice, loads: list[LoadPrice]) -> tuple[_Choice, float | None]:
     """For few workers: the longest holders first, each at once with every worker."""
     snapshot, split, floor = case.snapshot, case.snapshot.features.split, math.inf
     wait, held = case.scores.least_wait_ns(), _longest_first(case)
     readable, out_free_ns = snapshot.columns.holder.item, snapshot.columns.out_free_ns.item
     ahead: Ahead | None = None
-    reach: Reach | None = None
     for place, holding in enumerate(held):
-        if not readable(holding.position):
+        position, blocks, tier = holding
+        if not readable(position):
             continue
-        if ahead is None or ahead.blocks != holding.blocks or ahead.tier is not holding.tier:
-            ahead = look_ahead(case.request, snapshot, case.params.harm, holding, _shorter(held, place))
-            if wait + ahead.rest_ns >= choice.score:
-                floor = min(floor, wait + ahead.rest_ns)
+        if ahead is None or ahead.blocks != blocks or ahead.tier is not tier:
+            rest, always = rest_behind(case, blocks)
+            if wait + (rest + always) >= choice.score:
+                floor = min(floor, wait + (rest + always))
                 break
-        backlog = max(0.0, out_free_ns(holding.position) - snapshot.now_ns)
+            ahead = look_ahead(case, holding, _shorter(held, place), rest, always)
+        backlog = max(0.0, out_free_ns(position) - snapshot.now_ns)
         bound = best_case(ahead, wait, backlog, split=split)
         if bound >= choice.score:
             floor = min(floor, bound)
             continue
-        row = snapshot.links.row(snapshot.workers[holding.position].key.worker_id, holding.tier, snapshot.now_ns)
-        reach = reach or _reach(case)
-        for bound, _, _, position in pairs_in_reach(reach, ahead, backlog, row, choice.score, split=split):
+        row = snapshot.links.row(snapshot.workers[position].key.worker_id, tier, snapshot.now_ns)
+        for bound, _, _, reader in pairs_in_reach(case, ahead, backlog, row, choice.score):
             if bound >= choice.score:
                 break
-            link = (row.alpha_ns[position], row.byte_ns[position])
-            choice = _price_pair(case, position, holding, backlog, link, choice, loads)
+            link = (row.alpha_ns[reader], row.byte_ns[reader])
+            choice = _price_pair(case, reader, holding, backlog, link, choice, loads)
     return choice, floor if floor < math.inf else None
 
 
-def _search_arrays(case: _Case, choice: _Choice, loads: list[LoadPrice]) -> tuple[_Choice, float | None]:
+def _search_arrays(case: Case, choice: _Choice, loads: list[LoadPrice]) -> tuple[_Choice, float | None]:
     """For many workers: pairs in the order of their bounds, until none can beat the choice."""
     sources, least = _sources(case, choice.score)
     if not sources:
@@ -241,7 +237,7 @@ def _search_arrays(case: _Case, choice: _Choice, loads: list[LoadPrice]) -> tupl
 
 
 def _best_from(
-    case: _Case, fleet: Fleetwide, source: _Source, choice: _Choice, loads: list[LoadPrice]
+    case: Case, fleet: Fleetwide, source: _Source, choice: _Choice, loads: list[LoadPrice]
 ) -> tuple[_Choice, float]:
     """The best of a choice and all plans over one holder, and the least bound of any of these."""
     snapshot, params = case.snapshot, case.params
@@ -270,7 +266,7 @@ def _best_from(
     return choice, floor
 
 
-def _soonest(case: _Case, fleet: Fleetwide, source: _Source, rest: Floats) -> float:
+def _soonest(case: Case, fleet: Fleetwide, source: _Source, rest: Floats) -> float:
     """A bound for all workers in a few steps, which is mostly enough."""
     times = np.maximum(fleet.wait, whole_ns(source.ahead, source.backlog_ns))
     times += rest
@@ -279,7 +275,7 @@ def _soonest(case: _Case, fleet: Fleetwide, source: _Source, rest: Floats) -> fl
 
 
 def _price_pair(
-    case: _Case,
+    case: Case,
     position: int,
     source: Holding,
     backlog_out: float,
@@ -291,14 +287,14 @@ def _price_pair(
     was priced."""
     snapshot = case.snapshot
     pair = _make_pair(case, position, source, backlog_out, link)
-    keep = 0.0 if case.scores.keep is None else float(case.scores.keep[position])
+    crowd, keep = case.scores.crowd_at(position), case.scores.keep_at(position)
     load = cost.price_load(pair, snapshot.footprint, case.params.costs)
     split = cost.price_split(pair, snapshot.footprint) if snapshot.features.split else None
     for price in (load, split):
         if price is None:
             continue
         loads.append(LoadPrice(position, source, price))
-        score = price.ttft_ns + harm_ns(case.params.harm, price.gpu_ns, case.scores.crowd_at(position)) + keep
+        score = price.ttft_ns + harm_ns(case.params.harm, price.gpu_ns, crowd) + keep
         if score <= choice.score:
             requests = snapshot.columns.requests.item(position)
             turn = _turn(case, position)
@@ -307,7 +303,7 @@ def _price_pair(
     return choice
 
 
-def _with_harm(case: _Case, fleet: Fleetwide, times: Floats, gpu: Floats) -> Floats:
+def _with_harm(case: Case, fleet: Fleetwide, times: Floats, gpu: Floats) -> Floats:
     """Times plus the harm of ``gpu`` and of what must leave, for every worker. Overwrites ``times``."""
     if fleet.crowd is not None:
         harm = np.minimum(gpu, case.params.harm.cap_ns)
@@ -318,7 +314,7 @@ def _with_harm(case: _Case, fleet: Fleetwide, times: Floats, gpu: Floats) -> Flo
     return times
 
 
-def _best_stripes(case: _Case, choice: _Choice, loads: list[LoadPrice]) -> tuple[_Choice, Stripes | None]:
+def _best_stripes(case: Case, choice: _Choice, loads: list[LoadPrice]) -> tuple[_Choice, Stripes | None]:
     """The better of a choice and loading from several holders, on the worker that is best without that and on the one
     that is free first; appends what was priced."""
     snapshot, params = case.snapshot, case.params
@@ -350,7 +346,7 @@ def _best_stripes(case: _Case, choice: _Choice, loads: list[LoadPrice]) -> tuple
             continue
         price, first = found.price, found.ways[0]
         loads.append(LoadPrice(position, first.holding, price))
-        keep = 0.0 if case.scores.keep is None else float(case.scores.keep[position])
+        keep = case.scores.keep_at(position)
         score = price.ttft_ns + harm_ns(params.harm, price.gpu_ns, case.scores.crowd_at(position)) + keep
         if score < choice.score - MIN_GAIN * choice.price.ttft_ns:
             requests = columns.requests.item(position)
@@ -360,7 +356,7 @@ def _best_stripes(case: _Case, choice: _Choice, loads: list[LoadPrice]) -> tuple
     return choice, best
 
 
-def _way(case: _Case, position: int, source: Holding) -> Way:
+def _way(case: Case, position: int, source: Holding) -> Way:
     snapshot, columns, now_ns = case.snapshot, case.snapshot.columns, case.snapshot.now_ns
     key = snapshot.workers[source.position].key
     link = snapshot.links.curve(key.worker_id, snapshot.workers[position].key.worker_id, source.tier, now_ns)
@@ -368,7 +364,7 @@ def _way(case: _Case, position: int, source: Holding) -> Way:
     return Way(source, max(0.0, backlog) + link.alpha_ns, link.byte_ns, snapshot.failures.probability(key, now_ns))
 
 
-def _first(case: _Case, bounds: Floats, least: float) -> int:
+def _first(case: Case, bounds: Floats, least: float) -> int:
     """Position of the least bound; among equals the fewest requests, then the turn."""
     tied = (bounds == least).nonzero()[0]
     if len(tied) == 1:
@@ -379,44 +375,21 @@ def _first(case: _Case, bounds: Floats, least: float) -> int:
     return int(tied[np.argmin((columns.rank[tied] - case.ticket) % len(columns))])
 
 
-def _reach(case: _Case) -> Reach:
-    scores, columns, now_ns = case.scores, case.snapshot.columns, case.snapshot.now_ns
-    assert isinstance(scores.wait, list)
-    assert scores.keep is None or isinstance(scores.keep, list)
-    return Reach(
-        case.owners,
-        scores.wait,
-        scores.crowd_at,
-        scores.keep,
-        case.params.harm.cap_ns,
-        [free - now_ns for free in columns.in_free_ns.tolist()],
-        columns.curves.tolist(),
-        columns.requests.tolist(),
-        columns.rank.tolist(),
-        case.ticket,
-        case.request.prompt_tokens,
-        case.snapshot.footprint,
-    )
-
-
-def _fleetwide(case: _Case) -> Fleetwide:
-    snapshot, harm, wait = case.snapshot, case.params.harm, np.asarray(case.scores.wait)
-    crowd = case.scores.crowd
-    if crowd is None and not harm.zero:
-        crowd = crowds(snapshot, harm, wait)
+def _fleetwide(case: Case) -> Fleetwide:
+    snapshot, scores = case.snapshot, case.scores
     return Fleetwide(
         columns=snapshot.columns,
         owners=case.owners,
-        wait=wait,
-        crowd=crowd,
-        keep=None if case.scores.keep is None else np.asarray(case.scores.keep),
+        wait=np.asarray(scores.wait),
+        crowd=None if scores.crowd is None else np.asarray(scores.crowd),
+        keep=None if scores.keep is None else np.asarray(scores.keep),
         backlog_in=snapshot.columns.in_free_ns - snapshot.now_ns,
         total_tokens=case.request.prompt_tokens,
         footprint=snapshot.footprint,
     )
 
 
-def _sources(case: _Case, best: float) -> tuple[list[_Source], float | None]:
+def _sources(case: Case, best: float) -> tuple[list[_Source], float | None]:
     """Holders that may be read and whose bound is below ``best`` (all when the record wants them), best bound first.
 
     Longest first, since the rough bound (the least wait and what the holder lacks, on the fastest curve) only grows
@@ -437,10 +410,11 @@ def _sources(case: _Case, best: float) -> tuple[list[_Source], float | None]:
         if not readable(position):
             continue
         if ahead is None or ahead.blocks != blocks or ahead.tier is not tier:
-            ahead = look_ahead(case.request, snapshot, case.params.harm, holding, _shorter(held, place))
-            if wait + ahead.rest_ns >= best and not priced_pairs:
-                least = min(least, wait + ahead.rest_ns)
+            rest, always = rest_behind(case, blocks)
+            if wait + (rest + always) >= best and not priced_pairs:
+                least = min(least, wait + (rest + always))
                 break
+            ahead = look_ahead(case, holding, _shorter(held, place), rest, always)
         backlog = max(0.0, out_free_ns(position) - now_ns)
         bound = best_case(ahead, wait, backlog, split=snapshot.features.split)
         least = min(least, bound)
@@ -451,7 +425,7 @@ def _sources(case: _Case, best: float) -> tuple[list[_Source], float | None]:
     return sources, least if least < math.inf else None
 
 
-def _longest_first(case: _Case) -> list[Holding]:
+def _longest_first(case: Case) -> list[Holding]:
     """Who holds a part of the prompt; equally long ones by the least busy way out, then in key order."""
     held = case.held
     if len(held) < 2:
@@ -469,20 +443,20 @@ def _shorter(held: list[Holding], place: int) -> int:
     return 0
 
 
-def _make_pair(case: _Case, position: int, source: Holding, backlog_out: float, link: tuple[float, float]) -> Pair:
+def _make_pair(case: Case, position: int, source: Holding, backlog_out: float, link: tuple[float, float]) -> Pair:
     snapshot, columns = case.snapshot, case.snapshot.columns
     backlog_in = columns.in_free_ns.item(position) - snapshot.now_ns
-    t0_ns, token_ns, pair_ns = columns.curves[:, position].tolist()
+    t0s, slopes, pairs = case.scores.curves
     return Pair(
-        case.scores.wait_at(position),
-        case.scores.redo_at(position),
+        float(case.scores.wait[position]),
+        float(case.scores.redo[position]),
         case.owners.get(position, 0),
         source.blocks,
         case.request.prompt_tokens,
         backlog_out if backlog_out > backlog_in else backlog_in,
         *link,
         snapshot.failures.probability(snapshot.workers[source.position].key, snapshot.now_ns),
-        t0_ns,
-        token_ns,
-        pair_ns,
+        float(t0s[position]),
+        float(slopes[position]),
+        float(pairs[position]),
     )

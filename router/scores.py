@@ -8,7 +8,7 @@ property test holds both to the same decisions. Harm is what prefill time costs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
 
@@ -19,7 +19,7 @@ from router import cost
 from router.cost import Costs
 from router.disks import await_disks
 from router.planning import Harm, Params
-from router.signals import Column, Floats, RequestView, Snapshot
+from router.signals import Column, Floats, Holding, RequestView, Snapshot
 
 FEW_WORKERS = 24
 """Up to so many workers lists are faster than arrays."""
@@ -34,29 +34,51 @@ class Scores:
 
     Attributes:
         wait, redo: W, the read of what lies on the own disk included (`router.disks`), and P(n−o | o).
-        score: wait + redo + harm + keep; inf where the request may not go.
+        crowd: what each ns of prefill on a worker costs others; None when harm does not count.
         keep: what it costs others that blocks must leave for the request's; None when none must.
-        least: the least score.
+        curves: prefill curves, one row per coefficient.
+        least: the least of wait + redo + harm + keep, which is inf where the request may not go.
         position: who has it; among equals the least prefill time, then the fewest requests, then the turn.
-        wait_at, redo_at: the same as plain floats, by position.
-        crowd_at: what each ns of prefill on a worker costs others, 0 when harm does not count; ``crowd`` the same as a
-            column, with many workers only.
     """
 
     wait: Column
     redo: Column
-    score: Column
+    crowd: Column | None
     keep: Column | None
+    curves: Sequence[Column] | Floats
     least: float
     position: int
-    wait_at: Callable[[int], float]
-    redo_at: Callable[[int], float]
-    crowd_at: Callable[[int], float]
-    crowd: Floats | None = None
+
+    def crowd_at(self, position: int) -> float:
+        """What each ns of prefill on a worker costs others."""
+        return 0.0 if self.crowd is None else float(self.crowd[position])
+
+    def keep_at(self, position: int) -> float:
+        """What it costs others on a worker that blocks must leave."""
+        return 0.0 if self.keep is None else float(self.keep[position])
 
     def least_wait_ns(self) -> float:
         """The least wait of all workers."""
         return min(self.wait) if isinstance(self.wait, list) else self.wait.item(self.wait.argmin())
+
+
+@dataclass(slots=True)
+class Case:
+    """Everything the parts of one decision share.
+
+    Attributes:
+        held: what others may read of the prompt, by holder.
+        owners: blocks of the prompt each worker holds, by position, without zeros.
+        ticket: turns the order of equal workers.
+    """
+
+    request: RequestView
+    snapshot: Snapshot
+    params: Params
+    held: list[Holding]
+    owners: dict[int, int]
+    ticket: int
+    scores: Scores
 
 
 def score_redo(
@@ -160,12 +182,12 @@ def _score_arrays(
     keep = keep_ns(request, snapshot, params.harm, owners)
     if keep is not None:
         score += keep
+    np.fmax(score, wait, out=score)  # nothing to compute times an endless crowd is undefined
     least = score.item(score.argmin())
     if least == math.inf:
         raise nobody(request, snapshot)
-    crowd_at = _no_crowd if crowd is None else crowd.item
     position = _first_array(snapshot, score, least, redo, ticket)
-    return Scores(wait, redo, score, keep, least, position, wait.item, redo.item, crowd_at, crowd)
+    return Scores(wait, redo, crowd, keep, snapshot.columns.curves, least, position)
 
 
 def _first_array(snapshot: Snapshot, score: Floats, least: float, redo: Floats, ticket: int) -> int:
@@ -186,60 +208,32 @@ def _first_array(snapshot: Snapshot, score: Floats, least: float, redo: Floats, 
 def _score_lists(
     request: RequestView, snapshot: Snapshot, params: Params, owners: Mapping[int, int], ticket: int
 ) -> Scores:
-    wait = _wait_list(request, snapshot, params.costs)
+    wait: list[float] = open_waits(request, snapshot, params.costs).tolist()
     await_disks(wait, request, snapshot)
-    redo = _redo_list(request, snapshot, owners)
-    crowd_at: Callable[[int], float] = _no_crowd
-    if params.harm.zero:
-        score = [w + r for w, r in zip(wait, redo, strict=True)]
-    else:
-        came, weight, common, linger = _crowd_terms(snapshot, params.harm, wait)
-        cap_ns = params.harm.cap_ns
-        score = [
-            w + r + (r if r < cap_ns else cap_ns) * (n * w * weight + common + n * linger)
-            for w, r, n in zip(wait, redo, came, strict=True)
-        ]
-
-        def crowd_at(position: int) -> float:
-            n = came[position]
-            return n * wait[position] * weight + common + n * linger
-
+    curves: list[list[float]] = snapshot.columns.curves.tolist()
+    redo = _redo_list(request, snapshot, curves, owners)
+    crowd = _crowd_list(snapshot, params.harm, wait)
     keep = _keep_list(request, snapshot, params.harm, owners)
-    if keep is not None:
-        score = [value + more for value, more in zip(score, keep, strict=True)]
+    cap_ns, endless = params.harm.cap_ns, math.inf
+    score = [
+        w + r + (r if r < cap_ns else cap_ns) * c + k if w < endless else w
+        for w, r, c, k in zip(wait, redo, crowd, keep, strict=True)
+    ]
     least = min(score)
-    if least == math.inf:
+    if least == endless:
         raise nobody(request, snapshot)
     position = score.index(least)
     if score.count(least) > 1:
         position = _first_list(snapshot, score, least, redo, ticket)
-    return Scores(wait, redo, score, keep, least, position, wait.__getitem__, redo.__getitem__, crowd_at)
+    return Scores(wait, redo, crowd, keep, curves, least, position)
 
 
-def _wait_list(request: RequestView, snapshot: Snapshot, costs: Costs) -> list[float]:
-    columns, now_ns = snapshot.columns, snapshot.now_ns
-    wait = [
-        free - now_ns if free - now_ns > closed else closed
-        for free, closed in zip(columns.gpu_free_ns.tolist(), columns.closed_ns.tolist(), strict=True)
-    ]
-    oldest_ns = now_ns - costs.stale_report_ns
-    if snapshot.oldest_report_ns < oldest_ns:
-        unknown_ns = costs.unknown_wait_ns
-        wait = [
-            value + unknown_ns if reported < oldest_ns else value
-            for value, reported in zip(wait, columns.reported_ns.tolist(), strict=True)
-        ]
-    for key in request.exclude:
-        position = snapshot.index.get(key)
-        if position is not None:
-            wait[position] = math.inf
-    return wait
-
-
-def _redo_list(request: RequestView, snapshot: Snapshot, owners: Mapping[int, int]) -> list[float]:
-    total, block_tokens = request.prompt_tokens, snapshot.footprint.block_tokens
+def _redo_list(
+    request: RequestView, snapshot: Snapshot, curves: Sequence[Sequence[float]], owners: Mapping[int, int]
+) -> list[float]:
+    total, block_tokens = float(request.prompt_tokens), snapshot.footprint.block_tokens
     half = 0.5 * total
-    t0s, slopes, pairs = snapshot.columns.curves.tolist()
+    t0s, slopes, pairs = curves
     redo = [(pair * half + slope) * total + t0 for t0, slope, pair in zip(t0s, slopes, pairs, strict=True)]
     for position, blocks in owners.items():
         cached = blocks * block_tokens
@@ -247,46 +241,43 @@ def _redo_list(request: RequestView, snapshot: Snapshot, owners: Mapping[int, in
     return redo
 
 
-def _crowd_terms(snapshot: Snapshot, harm: Harm, wait: Sequence[float]) -> tuple[list[float], float, float, float]:
-    """``n · wait · weight + common + n · linger`` is what `crowds` gives, with a list of ``n``."""
+def _crowd_list(snapshot: Snapshot, harm: Harm, wait: Sequence[float]) -> list[float]:
+    """What `crowds` gives, zeros where that is not asked for."""
+    if harm.zero:
+        return [0.0] * len(wait)
     came = snapshot.columns.arrivals.tolist()
     linger = harm.linger * len(wait) / sum(came) if harm.linger else 0.0
     weight = harm.follow * snapshot.arrival_scale
-    if weight == 0.0:
-        return came, _NO_WEIGHT, harm.base, linger
     common = harm.base
-    if harm.share:
+    if weight == 0.0:
+        weight = _NO_WEIGHT
+    elif harm.share:
         total, size = sum(map(mul, came, wait)) * weight, len(wait)
         if total == math.inf:
             reachable = [n * value for n, value in zip(came, wait, strict=True) if value < math.inf]
             total, size = sum(reachable) * weight, max(1, len(reachable))
         common += min(harm.share_limit, harm.share * total / size)
-    return came, weight, common, linger
+    return [n * w * weight + common + n * linger for n, w in zip(came, wait, strict=True)]
 
 
-def _keep_list(request: RequestView, snapshot: Snapshot, harm: Harm, owners: Mapping[int, int]) -> list[float] | None:
-    if not harm.keep or snapshot.pressure is None:
-        return None
+def _keep_list(request: RequestView, snapshot: Snapshot, harm: Harm, owners: Mapping[int, int]) -> list[float]:
+    """What `keep_ns` gives, zeros where that is None."""
     empty, blocks = snapshot.columns.empty_blocks.tolist(), request.chain_blocks
-    if blocks <= min(empty):
-        return None
-    leaving = [blocks - value for value in empty]
-    for position, own in owners.items():
-        leaving[position] -= own
+    if not harm.keep or snapshot.pressure is None or blocks <= min(empty):
+        return [0.0] * len(empty)
+    pressures = snapshot.pressure.tolist()
     weight = harm.keep * snapshot.footprint.block_tokens * snapshot.fastest.token_ns
-    return [
-        value * pressure * weight if value > 0.0 else 0.0
-        for value, pressure in zip(leaving, snapshot.pressure.tolist(), strict=True)
+    keep = [
+        (blocks - free) * pressure * weight if free < blocks else 0.0
+        for free, pressure in zip(empty, pressures, strict=True)
     ]
+    for position, own in owners.items():
+        leaving = blocks - empty[position] - own
+        keep[position] = leaving * pressures[position] * weight if leaving > 0.0 else 0.0
+    return keep
 
 
 def _first_list(snapshot: Snapshot, score: Sequence[float], least: float, redo: Sequence[float], ticket: int) -> int:
     requests, rank, size = snapshot.columns.requests.tolist(), snapshot.columns.rank.tolist(), len(score)
     tied = (position for position, value in enumerate(score) if value == least)
     return min(tied, key=lambda i: (redo[i], requests[i], (rank[i] - ticket) % size))
-
-
-def _no_crowd(position: int) -> float:
-    """Harm does not count."""
-    del position
-    return 0.0

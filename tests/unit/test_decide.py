@@ -12,7 +12,7 @@ from kvpool.errors import UnavailableError
 from kvpool.plan import PlanKind
 from kvpool.types import MemberState, Role, Tier
 from router.decide import decide
-from router.estimators import LinkCurve
+from router.estimators import LinkCurve, PrefillCurve
 from router.planning import Harm, Params
 from router.signals import NO_ARRIVALS, Features
 from tests.unit.router_kit import MS, FixedFailures, S, Worker, key, request, snapshot
@@ -145,6 +145,14 @@ def test_no_eligible_worker_is_an_error_that_says_what_to_do() -> None:
     shot = replace(snapshot([Worker(0, wait_ns=S, state=MemberState.DRAINING)]), arrival_scale=1e-9)
     with pytest.raises(UnavailableError):
         decide(request(), shot, PARAMS)
+
+
+@pytest.mark.parametrize("few", [0, 24])
+def test_a_worker_that_may_not_be_taken_is_not_even_when_it_learned_that_prefill_costs_nothing(few: int) -> None:
+    free = Worker(0, curve=PrefillCurve(t0_ns=0.0, token_ns=0.0, pair_ns=0.0))
+    shot = replace(snapshot([free, Worker(1, wait_ns=50 * MS)]), arrival_scale=1e-9)
+    made = decide(request(exclude=frozenset({key(0)})), shot, Params(), few=few)
+    assert made.worker == key(1)
 
 
 def test_a_silent_worker_is_taken_only_when_nothing_known_is_better() -> None:
