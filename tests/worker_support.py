@@ -49,17 +49,22 @@ def next_token(context_kv: np.ndarray, sampling: SamplingParams) -> TokenLogprob
     return TokenLogprobs(value % VOCAB, -(value % 1000) / 1000)
 
 
-def reference(request: GenerateRequest, eos: frozenset[int] = frozenset()) -> list[int]:
-    """Tokens the fake engine generates for ``request`` without any pool."""
+def reference_choices(request: GenerateRequest, eos: frozenset[int] = frozenset()) -> list[TokenLogprobs]:
+    """What the fake engine generates for ``request`` without any pool."""
     context = [*request.prompt, *request.generated]
-    output: list[int] = []
+    output: list[TokenLogprobs] = []
     while len(request.generated) + len(output) < request.sampling.max_tokens:
-        token = next_token(kv_of(context, 0), request.sampling).token
-        if token in eos or token in request.sampling.stop_token_ids:
+        choice = next_token(kv_of(context, 0), request.sampling)
+        if choice.token in eos or choice.token in request.sampling.stop_token_ids:
             break
-        output.append(token)
-        context.append(token)
+        output.append(choice)
+        context.append(choice.token)
     return output
+
+
+def reference(request: GenerateRequest, eos: frozenset[int] = frozenset()) -> list[int]:
+    """Tokens of `reference_choices`."""
+    return [choice.token for choice in reference_choices(request, eos)]
 
 
 class FakeEngine:

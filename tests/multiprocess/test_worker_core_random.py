@@ -1,12 +1,19 @@
 """Several cores, random requests, shaped links and faults: every finished output is right and nothing is left over.
 
+Loads come from up to four places, prompts are handed over, blocks are evicted, a holder dies. The fake engine, whose
+output depends on every byte of KV, runs over memory; the torch engine with a tiny random Llama over UCX, compared with
+the plain Hugging Face model, log-probabilities too.
+
 Threads make a run not repeatable to the step, but every choice of the test comes from the seed. The safety phase does
 everything at once; then links heal and every request must end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -14,17 +21,36 @@ import pytest
 
 from kvpool.config import EngineConfig, SchedulerConfig, WorkerConfig
 from kvpool.errors import CapacityError, DeadlineError, RequestError, UnavailableError
+from kvpool.hashing import Namespace
 from kvpool.plan import HolderRef, LoadSlice, Plan, PlanKind
-from kvpool.request import FinishReason, GenerateRequest
+from kvpool.request import FinishReason, GenerateRequest, TokenLogprobs
+from kvpool.store.selection import Selection
 from kvpool.transfer.loader import Loader
+from kvpool.transport.base import Transport
 from kvpool.transport.memory import MemoryHub, MemoryTransport
 from kvpool.transport.shaping import CLEAR, LinkShape, ShapingTransport
+from kvpool.transport.ucx import UcxTransport
 from kvpool.types import RequestId, Tier, WorkerEpoch, WorkerId, WorkerKey
-from tests.worker_support import Collector, FakeEngine, RecordingPublisher, make_request, namespace, reference
+from tests.engine_parity import save_random_model, tiny_llama
+from tests.worker_support import (
+    Collector,
+    FakeEngine,
+    RecordingPublisher,
+    make_request,
+    reference,
+    reference_choices,
+)
 from workers.core import CoreParts, WorkerCore
+from workers.engine.base import Engine
+from workers.engine.reference import PlainModel
+from workers.engine.torch_engine import TorchEngine
 
 BLOCK_TOKENS = 4
 WORKERS = 3
+MORTAL = WORKERS
+"""Number of a further worker that only gives blocks, and dies."""
+
+TOLERANCE = 1e-4
 SECOND_NS = 1_000_000_000
 FAULTS = (
     CLEAR,
@@ -36,31 +62,74 @@ FAULTS = (
 )
 
 
+@dataclass(frozen=True)
+class Kind:
+    """One engine under test, what moves its blocks, and its reference."""
+
+    engine: Callable[[Random], Engine]
+    choices: Callable[[GenerateRequest], list[TokenLogprobs]]
+    vocab: int
+    transport: Callable[[MemoryHub], Transport]
+    temperatures: tuple[float, ...] = (0.0,)
+
+
+FAKE = Kind(
+    lambda rng: FakeEngine(block_tokens=BLOCK_TOKENS, token_s=rng.choice([0.0, 2e-5])),
+    reference_choices,
+    97,
+    MemoryTransport,
+    (0.0, 1.0),
+)
+
+
+@pytest.fixture(scope="module")
+def torch_kind(tmp_path_factory: pytest.TempPathFactory) -> Kind:
+    path = save_random_model(tiny_llama(), tmp_path_factory.mktemp("llama"))
+    model = PlainModel(path)
+
+    def choices(request: GenerateRequest) -> list[TokenLogprobs]:
+        left = request.sampling.max_tokens - len(request.generated)
+        return model.greedy((*request.prompt, *request.generated), left)
+
+    engine = TorchEngine(path, block_tokens=BLOCK_TOKENS)
+    return Kind(
+        lambda _: TorchEngine(path, block_tokens=BLOCK_TOKENS), choices, engine.vocab_size, lambda _: UcxTransport()
+    )
+
+
 @dataclass
 class Fleet:
-    """Three cores that can load from each other over links with faults."""
+    """Cores that can load from each other over links with faults."""
 
     rng: Random
+    kind: Kind = FAKE
     cores: list[WorkerCore] = field(default_factory=list)
     links: list[ShapingTransport] = field(default_factory=list)
     publishers: list[RecordingPublisher] = field(default_factory=list)
     sinks: dict[str, tuple[GenerateRequest, Collector]] = field(default_factory=dict)
+    errands: list[threading.Thread] = field(default_factory=list)
 
     def grow(self, hub: MemoryHub, num_blocks: int | None = None) -> None:
         number = len(self.cores)
-        link, publisher = ShapingTransport(MemoryTransport(hub), seed=number), RecordingPublisher()
+        link, publisher = ShapingTransport(self.kind.transport(hub), seed=number), RecordingPublisher()
+        engine = self.kind.engine(self.rng)
+        layout = engine.layout
         held: list[WorkerCore] = []
         core = WorkerCore(
             CoreParts(
                 key=WorkerKey(WorkerId(f"w{number}"), WorkerEpoch(1)),
-                engine=FakeEngine(block_tokens=BLOCK_TOKENS, token_s=self.rng.choice([0.0, 2e-5])),
+                engine=engine,
                 config=WorkerConfig(
-                    engine=EngineConfig(num_blocks=num_blocks or self.rng.choice([24, 40, 120])),
+                    engine=EngineConfig(
+                        num_blocks=num_blocks or self.rng.choice([24, 40, 120]), block_tokens=BLOCK_TOKENS
+                    ),
                     scheduler=SchedulerConfig(
                         max_step_tokens=self.rng.choice([8, 64]), max_running=self.rng.choice([2, 8]), max_waiting=32
                     ),
                 ),
-                namespace_for=lambda tenant: namespace(tenant, BLOCK_TOKENS),
+                namespace_for=lambda tenant: Namespace(
+                    "tiny", layout.dtype, layout.fingerprint(), layout.block_tokens, tenant=tenant
+                ),
                 publisher=publisher,
                 transport=link,
                 make_loader=lambda started: Loader(
@@ -76,17 +145,16 @@ class Fleet:
         self.publishers.append(publisher)
 
     def plan(self, reader: int, blocks: int) -> Plan:
-        """Any plan, true or stale: the router's view may be wrong in every way."""
+        """Any plan, true or stale, striped or not: the router's view may be wrong in every way."""
         rng = self.rng
         if blocks < 1 or rng.random() < 0.3:
             return Plan(PlanKind.REDO)
         start = rng.choice([0, rng.randrange(blocks)])
-        cut = rng.randrange(start, blocks + 1)
-        others = [number for number in range(WORKERS) if number != reader]
-        parts = [self.part(lo, hi, others) for lo, hi in ((start, cut), (cut, blocks)) if lo < hi]
+        cuts = sorted({start, blocks, *(rng.randrange(start, blocks + 1) for _ in range(rng.choice([0, 1, 1, 3])))})
+        others = [number for number in range(len(self.cores)) if number != reader]
         return Plan(
             rng.choice([PlanKind.LOAD, PlanKind.SPLIT]),
-            tuple(parts),
+            tuple(self.part(lo, hi, others) for lo, hi in itertools.pairwise(cuts)),
             load_deadline_ns=rng.choice([20_000_000, 300_000_000]),
             stall_ns=40_000_000,
             predicted_ttft_ns=rng.choice([1_000_000, 50_000_000]),
@@ -99,64 +167,121 @@ class Fleet:
             WorkerKey(WorkerId(f"w{second}"), WorkerEpoch(1)), self.links[second].address, Tier.HOST, stop
         )
         key = WorkerKey(WorkerId(f"w{first}"), epoch)
-        return LoadSlice(start, stop, key, "memory", self.links[first].address, Tier.HOST, (spare,))
+        return LoadSlice(start, stop, key, self.links[first].name, self.links[first].address, Tier.HOST, (spare,))
+
+    def request(self, documents: list[list[int]]) -> GenerateRequest:
+        rng, name = self.rng, f"r{len(self.sinks) + len(self.errands)}"
+        prompt = rng.choice(documents)[: rng.randrange(1, 60)]
+        prompt = prompt + [rng.randrange(self.kind.vocab) for _ in range(rng.randrange(3))]
+        made = make_request(
+            name,
+            prompt,
+            rng.randrange(1, 20),
+            temperature=rng.choice(self.kind.temperatures),
+            seed=rng.randrange(9),
+            ignore_eos=True,
+            logprobs=1,
+        )
+        return replace(made, timeout_ns=rng.choice([60 * SECOND_NS, 60 * SECOND_NS, 60 * SECOND_NS, 5_000_000]))
 
     def submit(self, documents: list[list[int]]) -> None:
-        rng, name = self.rng, f"r{len(self.sinks)}"
-        prompt = rng.choice(documents)[: rng.randrange(1, 60)] + [rng.randrange(97) for _ in range(rng.randrange(3))]
-        made = make_request(
-            name, prompt, rng.randrange(1, 20), temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(9)
-        )
-        timeout_ns = rng.choice([60 * SECOND_NS, 60 * SECOND_NS, 60 * SECOND_NS, 5_000_000])
-        request = GenerateRequest(made.request_id, made.prompt, made.sampling, timeout_ns=timeout_ns)
-        reader = rng.randrange(WORKERS)
+        request, reader = self.request(documents), self.rng.randrange(WORKERS)
+        self.give(request, reader, self.plan(reader, len(request.prompt) // BLOCK_TOKENS), "d")
+        if self.rng.random() < 0.1:
+            self.cores[reader].cancel(request.request_id)
+
+    def give(self, request: GenerateRequest, reader: int, plan: Plan, decision_id: str) -> Collector | None:
+        """To a worker, which may refuse it."""
         sink = Collector()
         try:
-            self.cores[reader].submit(request, self.plan(reader, len(prompt) // BLOCK_TOKENS), "d", sink)
+            self.cores[reader].submit(request, plan, decision_id, sink)
         except (CapacityError, RequestError):
-            return
-        self.sinks[name] = (request, sink)
-        if rng.random() < 0.1:
-            self.cores[reader].cancel(RequestId(name))
+            return None
+        self.sinks[f"{request.request_id} {decision_id}"] = (request, sink)
+        return sink
+
+    def hand_over(self, documents: list[list[int]]) -> None:
+        """One worker gives the first token, another follows the prompt and goes on."""
+        request, (first, second) = self.request(documents), self.rng.sample(range(WORKERS), 2)
+        blocks = len(request.prompt) // BLOCK_TOKENS
+        before, after = self.plan(first, blocks), self.plan(second, blocks)
+        whole = LoadSlice(
+            0, max(1, blocks), self.cores[first].key, self.links[first].name, self.links[first].address, Tier.HOST
+        )
+        follow = Plan(PlanKind.LOAD, (whole,), load_deadline_ns=SECOND_NS, stall_ns=100_000_000)
+        decision = f"over-{request.request_id}"
+
+        def carry_out() -> None:
+            follower = threading.Thread(target=self._follow, args=(second, request, follow, decision))
+            follower.start()
+            one = replace(request, sampling=replace(request.sampling, max_tokens=1))
+            sink = self.give(one, first, before, "first")
+            if sink is not None and sink.done.wait(60) and sink.tokens and request.sampling.max_tokens > 1:
+                self.cores[second].unfollow(decision)
+                self.give(replace(request, generated=tuple(sink.tokens)), second, after, decision)
+            self.cores[second].unfollow(decision)
+            follower.join()
+
+        self.errands.append(threading.Thread(target=carry_out))
+        self.errands[-1].start()
+
+    def _follow(self, worker: int, request: GenerateRequest, plan: Plan, decision_id: str) -> None:
+        with contextlib.suppress(CapacityError, UnavailableError):
+            self.cores[worker].follow(request, plan, decision_id)
 
     def disturb(self) -> None:
-        """One link gets another shape."""
+        """One link gets another shape, or one worker loses all it need not keep."""
+        if self.rng.random() < 0.2:
+            self.rng.choice(self.cores[:WORKERS]).evict(Selection(idle_ns=0))
+            return
         link = self.rng.choice(self.links)
-        link.shape(WorkerId(f"w{self.rng.randrange(WORKERS)}"), self.rng.choice(FAULTS))
+        link.shape(WorkerId(f"w{self.rng.randrange(len(self.cores))}"), self.rng.choice(FAULTS))
 
     def heal(self) -> None:
         for link in self.links:
-            for number in range(WORKERS):
+            for number in range(len(self.cores)):
                 link.shape(WorkerId(f"w{number}"), CLEAR)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_requests_over_failing_links_end_with_the_right_tokens_and_leave_nothing(seed: int) -> None:
+    run_random_requests(FAKE, seed)
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 20))])
+def test_random_requests_to_a_real_model_end_with_the_right_tokens_and_leave_nothing(
+    torch_kind: Kind, seed: int
+) -> None:
+    run_random_requests(torch_kind, seed)
+
+
+def run_random_requests(kind: Kind, seed: int) -> None:
     rng = Random(seed)
-    fleet, hub = Fleet(rng), MemoryHub()
-    for _ in range(WORKERS):
+    fleet, hub = Fleet(rng, kind), MemoryHub()
+    for _ in range(WORKERS + 1):
         fleet.grow(hub)
-    documents = [[rng.randrange(97) for _ in range(64)] for _ in range(3)]
-    finished = 0
+    documents = [[rng.randrange(kind.vocab) for _ in range(64)] for _ in range(3)]
+    for document in documents:
+        sink = fleet.give(
+            make_request("warm", document, 1, ignore_eos=True), MORTAL, Plan(PlanKind.REDO), str(document)
+        )
+        assert sink is not None
+        sink.result()
     try:
-        for _ in range(200):
-            fleet.submit(documents)
+        for number in range(200):
+            (fleet.hand_over if rng.random() < 0.1 else fleet.submit)(documents)
             if rng.random() < 0.1:
                 fleet.disturb()
+            if number == 120:
+                fleet.cores[MORTAL].close()
             if rng.random() < 0.3 and fleet.sinks:
                 rng.choice(list(fleet.sinks.values()))[1].done.wait(0.05)
         fleet.heal()
-        for request, sink in fleet.sinks.values():
-            expected = reference(request)
-            try:
-                tokens = sink.result()
-            except (DeadlineError, CapacityError):
-                tokens = None
-            if tokens is not None and sink.finish is not FinishReason.CANCELLED:
-                finished += 1
-                assert tokens == expected, f"seed {seed}: {request.request_id} differs"
-            assert sink.tokens == expected[: len(sink.tokens)], f"seed {seed}: {request.request_id} differs"
-        for core, publisher in zip(fleet.cores, fleet.publishers, strict=True):
+        for errand in fleet.errands:
+            errand.join(90)
+            assert not errand.is_alive(), f"seed {seed}: a hand-over hangs"
+        finished = sum(ended_right(fleet, request, sink, seed) for request, sink in fleet.sinks.values())
+        for core, publisher in zip(fleet.cores[:WORKERS], fleet.publishers, strict=False):
             assert core.wait_idle(20 * SECOND_NS), f"seed {seed}: something hangs"
             core.check()
             counts = core.segment.counts()
@@ -164,11 +289,28 @@ def test_random_requests_over_failing_links_end_with_the_right_tokens_and_leave_
             assert publisher.held == set(core.held_hashes())
             assert core.failure is None
         assert finished > 100
-        assert sum(core.counters()["loads"] for core in fleet.cores) > 10
+        assert sum(core.counters().get("loads", 0) for core in fleet.cores) > 10
         assert sum(core.counters().get("tokens_loaded", 0) for core in fleet.cores) > 0
     finally:
         for core in fleet.cores:
             core.close()
+
+
+def ended_right(fleet: Fleet, request: GenerateRequest, sink: Collector, seed: int) -> bool:
+    """Whether a request finished; all it said must be what the reference says, log-probabilities too."""
+    who = f"seed {seed}: {request.request_id}"
+    try:
+        sink.result()
+        finished = sink.finish is not FinishReason.CANCELLED
+    except (DeadlineError, CapacityError):
+        finished = False
+    expected = fleet.kind.choices(request)
+    if finished:
+        assert len(sink.tokens) == len(expected), who
+    assert sink.tokens == [choice.token for choice in expected[: len(sink.tokens)]], f"{who} differs"
+    for ours, theirs in zip(sink.logprobs, expected, strict=False):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=TOLERANCE), f"{who} differs in log-probabilities"
+    return finished
 
 
 def test_a_worker_that_closes_under_load_fails_its_requests_and_nobody_elses() -> None:
