@@ -7,10 +7,12 @@ is on the way of a running request.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import os
 import socket
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +85,7 @@ class ClusterConnection:
         self._cluster = cluster
         self._namespace = namespace_of(cluster)
         self._actors: dict[str, ActorHandle] = {}
+        self._searches: dict[str, concurrent.futures.Future[ActorHandle]] = {}
 
     async def info(self) -> ClusterInfo:
         """What the cluster serves."""
@@ -127,7 +130,7 @@ class ClusterConnection:
         generator = None
         finished = False
         try:
-            actor = self._actor(route.control_address)
+            actor = await self._reach(route.control_address, min(CALL_TIMEOUT_S, timeout_s))
             generator = actor.generate.options(num_returns="streaming").remote(request, route)
             while True:
                 reference = await self._next(generator, route.worker, deadline_s)
@@ -149,7 +152,7 @@ class ClusterConnection:
             raise mapped from error
         finally:
             if generator is not None and not finished:
-                self._cancel_quietly(route)
+                self._tell(route.control_address, "cancel", route.request_id, route.decision_id)
 
     async def follow(self, request: GenerateRequest, part: HandOver, timeout_s: float) -> bool:
         """Have the decode worker load a prompt while it is computed. It only shortens what comes: whatever goes wrong,
@@ -166,10 +169,7 @@ class ClusterConnection:
 
     def unfollow(self, part: HandOver) -> None:
         """The request does not come there; the worker stops to follow by itself at the plan's deadline anyway."""
-        try:
-            self._actor(part.control_address).unfollow.remote(part.decision_id)
-        except (UnavailableError, ray.exceptions.RayError):
-            return
+        self._tell(part.control_address, "unfollow", part.decision_id)
 
     async def _next(self, generator: Any, key: WorkerKey, deadline_s: float) -> Any:
         """Next reference, None at the end. A silent worker is checked against the membership once a second."""
@@ -195,12 +195,6 @@ class ClusterConnection:
         except UnavailableError:
             return True
 
-    def _cancel_quietly(self, route: Route) -> None:
-        try:
-            self._actor(route.control_address).cancel.remote(route.request_id, route.decision_id)
-        except (UnavailableError, ray.exceptions.RayError):
-            return  # the worker is gone, and its requests with it
-
     async def call(self, actor: str, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """Call a method of a named actor and wait at most ``timeout_s``.
 
@@ -210,8 +204,8 @@ class ClusterConnection:
         """
         what = f"{actor}.{method}"
         try:
-            reference = getattr(self._actor(actor), method).remote(*args)
-            return await asyncio.wait_for(reference, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await getattr(await self._reach(actor, timeout_s), method).remote(*args)
         except Exception as error:
             if not isinstance(error, KVPoolError):
                 self._actors.pop(actor, None)
@@ -229,7 +223,39 @@ class ClusterConnection:
         finally:
             self._actors.pop(actor, None)
 
+    def _tell(self, actor: str, method: str, *args: Any) -> None:
+        """Call a method whose answer nobody needs. When the actor is gone, so is what it was to do."""
+
+        def send(found: concurrent.futures.Future[ActorHandle]) -> None:
+            with contextlib.suppress(KVPoolError, ray.exceptions.RayError):
+                getattr(found.result(), method).remote(*args)
+
+        self._search(actor).add_done_callback(send)
+
+    async def _reach(self, name: str, timeout_s: float) -> ActorHandle:
+        """The actor's handle; TimeoutError when Ray does not say in time."""
+        if name in self._actors:
+            return self._actor(name)
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._search(name))), timeout_s)
+
+    def _search(self, name: str) -> concurrent.futures.Future[ActorHandle]:
+        """Ask Ray for an actor, at most once at a time for each, on a thread: without its head Ray blocks for a
+        minute."""
+        search = self._searches.get(name)
+        if search is not None and not search.done():
+            return search
+        search = concurrent.futures.Future()
+        if name in self._actors:
+            _answer(search, lambda: self._actor(name))
+            return search
+        self._searches[name] = search
+        threading.Thread(
+            target=_answer, args=(search, lambda: self._actor(name)), name=f"kvpool-find-{name}", daemon=True
+        ).start()
+        return search
+
     def _actor(self, name: str) -> ActorHandle:
+        """The handle, blocking until Ray says."""
         if not ray.is_initialized():
             raise UnavailableError("the connection to the Ray cluster is closed", gone=True)
         handle = self._actors.get(name)
@@ -244,6 +270,13 @@ class ClusterConnection:
                 ) from error
             self._actors[name] = handle
         return handle
+
+
+def _answer(search: concurrent.futures.Future[ActorHandle], look: Callable[[], ActorHandle]) -> None:
+    try:
+        search.set_result(look())
+    except Exception as error:  # noqa: BLE001 - raised where the answer is waited for
+        search.set_exception(error)
 
 
 class _Shares:

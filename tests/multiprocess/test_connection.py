@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import socket
+import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -161,3 +162,38 @@ def test_looking_after_a_silent_worker_takes_no_time_beyond_the_deadline() -> No
         asyncio.run(follow())
     assert asked
     assert max(asked) <= budget_s - LIVENESS_PERIOD_S
+
+
+class _Lost(ClusterConnection):
+    """Ray without its head: looking an actor up blocks."""
+
+    def __init__(self) -> None:
+        super().__init__("c")
+        self.over, self.searches = threading.Event(), 0
+
+    def _actor(self, name: str) -> Any:
+        self.searches += 1
+        self.over.wait(20)
+        raise UnavailableError("there is no Ray any more")
+
+
+def test_a_search_for_an_actor_that_blocks_keeps_deadlines_and_the_event_loop() -> None:
+    connection = _Lost()
+
+    async def use() -> int:
+        beats, calls = 0, [asyncio.ensure_future(connection.call("router", "info", timeout_s=0.3)) for _ in range(4)]
+        connection._tell("router", "cancel", "r", "d")
+        while not all(call.done() for call in calls):
+            await asyncio.sleep(0.01)
+            beats += 1
+        assert all(isinstance(call.exception(), DeadlineError) for call in calls)
+        with pytest.raises(DeadlineError):
+            async for _ in connection.stream(ROUTE, REQUEST, 0.2):
+                pass
+        return beats
+
+    try:
+        assert asyncio.run(asyncio.wait_for(use(), 10.0)) > 5
+        assert connection.searches == 2, "each actor is searched for once at a time"
+    finally:
+        connection.over.set()
