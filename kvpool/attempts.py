@@ -177,7 +177,7 @@ class Attempts:
         finally:
             await _give_up(following)
             self._connection.unfollow(part)
-        plan = replace(part.plan, patient=False)
+        plan = part.plan._replace(patient=False)
         second = Route(
             route.request_id, part.decision_id, part.worker.worker_id, part.worker, part.control_address, plan
         )

@@ -1,12 +1,13 @@
 """How one worker makes a prompt's prefix whole: the value that the router decides and the worker carries out.
 
-Pure values. Indices count blocks of the prompt's chain from 0; intervals are half-open.
+Pure values; named tuples, since a router makes several of them for every request and a frozen dataclass costs four
+times as much. Indices count blocks of the prompt's chain from 0; intervals are half-open.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from kvpool.types import RequestId, Tier, WorkerId, WorkerKey
 
@@ -19,8 +20,7 @@ class PlanKind(Enum):
     SPLIT = "split"  # redo the front while the tail loads
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSlice:
+class LoadSlice(NamedTuple):
     """Blocks ``[start, stop)`` of the chain, to be read from one holder's tier.
 
     Attributes:
@@ -39,8 +39,7 @@ class LoadSlice:
     alternates: tuple[HolderRef, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class HolderRef:
+class HolderRef(NamedTuple):
     """Another holder of a slice's blocks: ``stop`` is how far along the chain it holds them."""
 
     holder: WorkerKey
@@ -49,8 +48,7 @@ class HolderRef:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """What the chosen worker should do.
 
     Attributes:
@@ -79,8 +77,7 @@ REDO = Plan(kind=PlanKind.REDO)
 """The plan that is always correct."""
 
 
-@dataclass(frozen=True, slots=True)
-class HandOver:
+class HandOver(NamedTuple):
     """Where a request goes on after its first token, and how its prompt's KV comes there meanwhile.
 
     Attributes:
@@ -94,8 +91,7 @@ class HandOver:
     plan: Plan
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(NamedTuple):
     """The router's answer to one request: where to go and what to do there. With ``hand_over`` this worker gives one
     token only."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from typing import Any, Protocol
 
@@ -158,8 +158,7 @@ class RouterCore:
             part = roles.hand_over(request, snapshot, Params(), decision, decoders, f"{decision_id}{SECOND_PART}")
         admission = self._admit(meta, decision_id, request, snapshot, decision, part)
         self._remember(decision_id, request, snapshot, decision, admission)
-        promise = decision.promise._replace(gpu_ns=decision.promise.gpu_ns * self._peers.scale)
-        for key in self._ledger.reserve(meta.request_id, promise, now_ns):
+        for key in self._ledger.reserve(meta.request_id, decision.promise.scaled(self._peers.scale), now_ns):
             self._fleet.set_totals(key, self._ledger.totals(key))
         self._fleet.note_arrival(decision.position, now_ns)
         if part is not None:
@@ -197,7 +196,7 @@ class RouterCore:
         return Snapshot(
             now_ns=now_ns,
             workers=self._fleet.workers,
-            index=self._fleet.index,
+            positions=self._fleet.index,
             columns=self._fleet.columns,
             prefixes=self._directory.prefixes(chain) if chain else {},
             footprint=self._footprint,
@@ -224,7 +223,7 @@ class RouterCore:
             slow |= {key for key in self._decoding_keys() if (self._tpot_ns(key) or 0.0) > limits.tpot_ns}
         if len(slow) > len(request.exclude):
             try:
-                return self._policy.choose(replace(request, exclude=slow), snapshot, self._rng)
+                return self._policy.choose(request._replace(exclude=slow), snapshot, self._rng)
             except UnavailableError:
                 self._counters["all_workers_decode_too_slowly"] += 1
         return self._policy.choose(request, snapshot, self._rng)

@@ -16,8 +16,9 @@ def await_disks(wait: Column, request: RequestView, snapshot: Snapshot) -> None:
     """Raise the waits of workers that would read a part of the prompt from their own disk."""
     footprint, limit = snapshot.footprint, usable_blocks(request, snapshot.footprint.block_tokens)
     for key, tiers in snapshot.prefixes.items():
-        on_disk = tiers.get(Tier.DISK, 0)
-        position = snapshot.index.get(key) if on_disk else None
+        if Tier.DISK not in tiers:
+            continue
+        on_disk, position = tiers[Tier.DISK], snapshot.positions.get(key)
         if position is None:
             continue
         memory = min(limit, max((held for tier, held in tiers.items() if tier is not Tier.DISK), default=0))

@@ -33,12 +33,18 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Account:
-    """One worker: moments until which it and its links are promised, and the requests of live promises."""
+    """One worker: moments until which it and its links are promised, the requests of live promises and their tokens."""
 
     gpu_free_ns: float = 0.0
     in_free_ns: float = 0.0
     out_free_ns: float = 0.0
     live: set[RequestId] = field(default_factory=set)
+    tokens: int = 0
+
+    def settle(self, request: RequestId, promise: Promise) -> None:
+        """A live promise is one no longer."""
+        self.live.discard(request)
+        self.tokens -= promise.tokens
 
 
 class Totals(NamedTuple):
@@ -77,8 +83,7 @@ class Ledger:
         account = self._accounts.get(worker)
         if account is None:
             return Totals(0.0, 0.0, 0.0, 0, 0)
-        tokens = sum(self._entries[request].promise.tokens for request in account.live)
-        return Totals(account.gpu_free_ns, account.in_free_ns, account.out_free_ns, len(account.live), tokens)
+        return Totals(account.gpu_free_ns, account.in_free_ns, account.out_free_ns, len(account.live), account.tokens)
 
     def reserve(self, request: RequestId, promise: Promise, now_ns: int) -> tuple[WorkerKey, ...]:
         """Promise a decision's work, replacing an earlier promise of the same request (a retry).
@@ -86,10 +91,11 @@ class Ledger:
         Returns:
             The workers whose totals changed.
         """
-        changed = set(self.release(request, now_ns)) if request in self._entries else set()
+        changed = {promise.worker, *self.release(request, now_ns)}
         reader = self._account(promise.worker)
         reader.gpu_free_ns = max(reader.gpu_free_ns, now_ns) + promise.gpu_ns
         reader.live.add(request)
+        reader.tokens += promise.tokens
         ends = []
         for transfer in promise.transfers:
             holder = self._account(transfer.holder)
@@ -100,7 +106,7 @@ class Ledger:
         due_ns = max(reader.gpu_free_ns, reader.in_free_ns) + self._bound_ns
         self._entries[request] = _Entry(promise, due_ns, tuple(ends))
         heapq.heappush(self._expiry, (due_ns, request))
-        return (promise.worker, *(changed - {promise.worker}))
+        return tuple(changed)
 
     def on_report(self, worker: WorkerKey, work_ns: float, accepted: tuple[RequestId, ...], now_ns: int) -> None:
         """A worker says how much prefill work it has, and which requests are newly part of it."""
@@ -125,7 +131,7 @@ class Ledger:
         changed = {promise.worker, *(transfer.holder for transfer in promise.transfers)}
         reader = self._accounts.get(promise.worker)
         if reader is not None and entry.live:
-            reader.live.discard(request)
+            reader.settle(request, promise)
             reader.gpu_free_ns = max(0.0, reader.gpu_free_ns - promise.gpu_ns)
         for transfer, end_ns in zip(promise.transfers, entry.ends_ns, strict=True):
             unused = min(transfer.busy_ns, max(0.0, end_ns - now_ns))
@@ -165,6 +171,6 @@ class Ledger:
         """The report contains the request's GPU time now; its loads may still run."""
         if entry.live:
             entry.live = False
-            self._accounts[entry.promise.worker].live.discard(request)
+            self._accounts[entry.promise.worker].settle(request, entry.promise)
         if not entry.ends_ns:
             del self._entries[request]

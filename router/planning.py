@@ -103,6 +103,10 @@ class Promise(NamedTuple):
     tokens: int
     transfers: tuple[Transfer, ...] = ()
 
+    def scaled(self, factor: float) -> Promise:
+        """The same with so many times the GPU time."""
+        return Promise(self.worker, self.gpu_ns * factor, self.tokens, self.transfers)
+
 
 def build_plan(
     snapshot: Snapshot,
@@ -193,13 +197,13 @@ def _alternates(
     snapshot: Snapshot, held: list[Holding], source: Holding, reader: int, start: int
 ) -> tuple[HolderRef, ...]:
     """Other holders of at least the first block to load, longest prefix first, then least busy link, then key."""
-    columns = snapshot.columns
+    columns, taken = snapshot.columns, (source.position, reader)
     others = [
-        (-item.blocks, float(columns.out_free_ns[item.position]), int(columns.rank[item.position]), item)
+        (-item.blocks, columns.out_free_ns.item(item.position), columns.rank.item(item.position), item)
         for item in held
-        if item.blocks > start and item.position not in (source.position, reader) and columns.holder[item.position]
+        if item.blocks > start and item.position not in taken and columns.holder.item(item.position)
     ]
-    others.sort(key=lambda entry: entry[:3])
+    others.sort()  # ranks differ
     refs = []
     for _, _, _, item in others[:MAX_ALTERNATES]:
         view = snapshot.workers[item.position]

@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpool.plan import PlanKind
 from kvpool.reports import RequestOutcome
@@ -39,8 +39,7 @@ class Candidate:
     load_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DecisionRecord:
+class DecisionRecord(NamedTuple):
     """One decision.
 
     Attributes:
@@ -171,7 +170,7 @@ class RecordStore:
         record = self._records.get(outcome.decision_id)
         if record is None:
             return None
-        joined = self._records[outcome.decision_id] = replace(record, outcome=outcome)
+        joined = self._records[outcome.decision_id] = record._replace(outcome=outcome)
         return joined
 
     def of_request(self, request_id: RequestId) -> list[DecisionRecord]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -98,7 +97,7 @@ def _open(snapshot: Snapshot, positions: Sequence[int], closed: np.ndarray) -> S
     columns = snapshot.columns.copy()
     columns.closed_ns[:] = closed
     columns.closed_ns[list(positions)] = 0.0
-    return replace(snapshot, columns=columns)
+    return snapshot._replace(columns=columns)
 
 
 def _prefers_alone(request: RequestView, snapshot: Snapshot, position: int) -> bool:

@@ -107,7 +107,7 @@ def open_waits(request: RequestView, snapshot: Snapshot, costs: Costs) -> Floats
     """W of every worker, inf for those that may not take the request."""
     wait = cost.wait_ns(snapshot, costs)
     for key in request.exclude:
-        position = snapshot.index.get(key)
+        position = snapshot.positions.get(key)
         if position is not None:
             wait[position] = math.inf
     return wait

@@ -11,7 +11,8 @@ Moments are nanoseconds of the router's clock, kept as float64: exact to 1 ns fo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -35,8 +36,7 @@ NEVER_NS = -np.inf
 """``Columns.reported_ns`` of a worker that has not reported yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestView:
+class RequestView(NamedTuple):
     """What the router knows of a request when it decides.
 
     Attributes:
@@ -192,14 +192,13 @@ class Features:
     stripes: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """The cluster as one decision sees it.
 
     Attributes:
         now_ns: moment of the decision.
         workers: facts, one per worker.
-        index: worker → position in ``workers`` and in the columns.
+        positions: of the workers in ``workers`` and in the columns.
         columns: numbers.
         prefixes: for holders of a part of this prompt's chain, the leading blocks by tier. Workers that hold nothing
             may be absent.
@@ -215,7 +214,7 @@ class Snapshot:
 
     now_ns: int
     workers: tuple[WorkerView, ...]
-    index: Mapping[WorkerKey, int]
+    positions: Mapping[WorkerKey, int]
     columns: Columns
     prefixes: Mapping[WorkerKey, Mapping[Tier, int]]
     footprint: Footprint
@@ -223,10 +222,10 @@ class Snapshot:
     failures: FailureView
     fastest: PrefillCurve
     oldest_report_ns: float
-    features: Features = field(default_factory=Features)
+    features: Features = Features()
     arrival_scale: float = 0.0
     pressure: Floats | None = None
-    together: Mapping[WorkerKey, float] = field(default_factory=dict)
+    together: Mapping[WorkerKey, float] = MappingProxyType({})
 
 
 class Holding(NamedTuple):
@@ -246,9 +245,9 @@ def holdings(request: RequestView, snapshot: Snapshot) -> list[Holding]:
     """The longest usable prefix of every worker that has one and is known; the fastest tier among equals."""
     limit = usable_blocks(request, snapshot.footprint.block_tokens)
     found = []
-    index = snapshot.index
+    position_of = snapshot.positions.get
     for key, tiers in snapshot.prefixes.items():
-        position = index.get(key)
+        position = position_of(key)
         if position is None:
             continue
         blocks, best_tier = 0, Tier.DEVICE
@@ -263,7 +262,7 @@ def holdings(request: RequestView, snapshot: Snapshot) -> list[Holding]:
 
 def readable(held: list[Holding], request: RequestView, snapshot: Snapshot) -> list[Holding]:
     """What others may read of ``held``: the part in memory. Disks are read by their own worker only."""
-    if all(holding.tier is not Tier.DISK for holding in held):
+    if Tier.DISK not in [holding.tier for holding in held]:
         return held
     limit = usable_blocks(request, snapshot.footprint.block_tokens)
     found = []

@@ -187,7 +187,7 @@ class WorkerCore:
         self._require_servable(request)
         self._puller.unfollow(decision_id)
         table = BlockTable(self._parts.namespace_for(request.tenant).root(), self._block_tokens)
-        plan = open_ended(plan) if self._has_peers else replace(plan, loads=())
+        plan = open_ended(plan) if self._has_peers else plan._replace(loads=())
         now_ns = self._parts.clock_ns()
         sequence = Sequence(request, plan, decision_id, table, now_ns, now_ns + request.timeout_ns)
         sequence.plan = self._with_disk(plan, table.chain)

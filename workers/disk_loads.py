@@ -11,7 +11,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvpool.errors import KVPoolError
 from kvpool.plan import LoadSlice, Plan, PlanKind
@@ -62,9 +62,8 @@ def with_disk(plan: Plan, start: int, stop: int, key: WorkerKey, expected_ns: in
     for part in plan.loads:
         for first, last in ((part.start, min(part.stop, start)), (max(part.start, stop), part.stop)):
             if first < last:
-                loads.append(replace(part, start=first, stop=last))
-    return replace(
-        plan,
+                loads.append(part._replace(start=first, stop=last))
+    return plan._replace(
         kind=PlanKind.LOAD,
         loads=tuple(sorted(loads, key=lambda part: part.start)),
         split_tokens=None,
@@ -155,7 +154,7 @@ class DiskLoader:
         remote = None
         if there and self._remote is not None:
             others = tuple(part for part in plan.loads if part.holder != self._key)
-            remote = self._remote.start(request_id, replace(plan, loads=others), chain, there)
+            remote = self._remote.start(request_id, plan._replace(loads=others), chain, there)
         if not here:
             if remote is None:
                 return self._disk.load({}, plan.load_deadline_ns)

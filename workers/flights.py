@@ -8,7 +8,7 @@ load is terminal, so that no page returns to the pool while bytes may still fall
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvpool.errors import DeadlineError, KVPoolError, TransferCancelledError
 from kvpool.plan import LoadSlice, Plan, PlanKind
@@ -148,8 +148,8 @@ def open_ended(plan: Plan) -> Plan:
         return plan
     planned_blocks = sum(part.stop - part.start for part in plan.loads)
     expected_ns = plan.predicted_load_ns * (planned_blocks + first.start) // max(1, planned_blocks)
-    front = replace(first, start=0, stop=first.start)
-    return replace(plan, loads=(front, *plan.loads), predicted_load_ns=expected_ns)
+    front = first._replace(start=0, stop=first.start)
+    return plan._replace(loads=(front, *plan.loads), predicted_load_ns=expected_ns)
 
 
 def tail_first(plan: Plan) -> Plan:
@@ -167,6 +167,6 @@ def tail_first(plan: Plan) -> Plan:
         while stop > part.start:
             size = max(MIN_PIECE_BLOCKS, abs(stop - meeting) // PIECE_DIVISOR)
             start = max(part.start, stop - size)
-            pieces.append(replace(part, start=start, stop=stop))
+            pieces.append(part._replace(start=start, stop=stop))
             stop = start
-    return replace(plan, loads=tuple(pieces))
+    return plan._replace(loads=tuple(pieces))

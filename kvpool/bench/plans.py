@@ -12,7 +12,6 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from random import Random
 
 from kvpool.bench import roles
@@ -329,7 +328,7 @@ class Rig:
         self._forget()
         stop = len(prompts[0]) // 2 // BLOCK_TOKENS
         plan = self._plan(PlanKind.LOAD, 0, self.redo_s * stop / self._blocks, (0,), stop)
-        plan = replace(plan, load_deadline_ns=len(prompts) * plan.load_deadline_ns)  # they share the link
+        plan = plan._replace(load_deadline_ns=len(prompts) * plan.load_deadline_ns)  # they share the link
         start_s = time.perf_counter()
         sinks: list[_FirstToken] = []
         for prompt in prompts:

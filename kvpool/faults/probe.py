@@ -11,7 +11,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from kvpool.cluster.connection import ROUTER_NAME, ClusterConnection, ClusterInfo
@@ -73,8 +73,7 @@ class ForcedLoads:
             predicted_ttft_ns=FORCED_EXPECTED_NS,
             predicted_load_ns=FORCED_EXPECTED_NS,
         )
-        return replace(
-            route,
+        return route._replace(
             worker_id=reader.worker_id,
             worker=reader,
             control_address=alive[reader].control_address,

@@ -8,7 +8,7 @@ future: neither what will arrive nor which load will die.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 from kvpool.types import Tier, WorkerId
@@ -81,7 +81,7 @@ class Oracle:
         curve = whole_curve(self._preset)
         columns.curves[:] = ((curve.t0_ns,), (curve.token_ns,), (curve.pair_ns,))
         link = LinkCurve(float(self._preset.alpha_ns), 1.0 / self._network.rate_bytes_per_ns)
-        return replace(snapshot, columns=columns, links=TrueLinks(link, len(columns)), fastest=curve)
+        return snapshot._replace(columns=columns, links=TrueLinks(link, len(columns)), fastest=curve)
 
 
 def whole_curve(preset: Preset) -> PrefillCurve:

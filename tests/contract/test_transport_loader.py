@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,7 +64,7 @@ def assert_arrived(pool: Pool, indices: set[int]) -> None:
 
 
 def test_slices_from_two_holders_make_the_prefix_whole(pool: Pool) -> None:
-    on_disk = replace(pool.slice(20, 32, pool.second), tier=Tier.DISK)
+    on_disk = pool.slice(20, 32, pool.second)._replace(tier=Tier.DISK)
     plan = pool.plan(pool.slice(0, 20, pool.first), on_disk)
     progress = pool.loader.start(REQUEST, plan, CHAIN, PAGES).wait(20 * S)
     assert progress.terminal

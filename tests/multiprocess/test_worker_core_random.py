@@ -394,7 +394,7 @@ def test_a_holder_that_closes_in_mid_load_costs_time_and_no_token(fleet: Fleet) 
 
 def test_a_load_that_cannot_even_start_is_redone(fleet: Fleet) -> None:
     document, reader = warm_document(fleet), fleet.cores[1]
-    plan = replace(load_from_first(fleet, 16), load_deadline_ns=0)
+    plan = load_from_first(fleet, 16)._replace(load_deadline_ns=0)
     request, sink = make_request("undated", document, 4), Collector()
     reader.submit(request, plan, "d", sink)
     assert sink.result() == reference(request)
@@ -405,7 +405,7 @@ def test_a_load_that_cannot_even_start_is_redone(fleet: Fleet) -> None:
 def test_a_load_past_its_deadline_is_counted_and_redone(fleet: Fleet) -> None:
     document, reader = warm_document(fleet), fleet.cores[1]
     fleet.links[1].shape(WorkerId("w0"), LinkShape(stalled=True))
-    plan = replace(load_from_first(fleet, 16), load_deadline_ns=30_000_000, predicted_load_ns=SECOND_NS)
+    plan = load_from_first(fleet, 16)._replace(load_deadline_ns=30_000_000, predicted_load_ns=SECOND_NS)
     request, sink = make_request("late", document, 4), Collector()
     reader.submit(request, plan, "d", sink)
     assert sink.result() == reference(request)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 
@@ -261,7 +260,7 @@ def test_a_follower_gives_up_a_holder_that_fails_again_and_again(pool: Pool) -> 
     second = pool.add()
     request = make_request("prompt", pool.prompt(42), 1)
     plan = following(pool, 10, 60 * SECOND_NS)
-    plan = replace(plan, loads=(replace(plan.loads[0], transport="another"),))
+    plan = plan._replace(loads=(plan.loads[0]._replace(transport="another"),))
     result = second.follow(request, plan, "d")
     assert (result.held, result.failures) == (0, (IncompatibleError.code,))
     assert second.counters()["pulls"] == MAX_FAILED_LOOKS

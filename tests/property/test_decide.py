@@ -208,7 +208,7 @@ def test_bounds_lose_no_optimum(
     shot = snapshot(workers, links=link, failures=FixedFailures(rate), features=able)
     shot.columns.arrivals[:] = arrivals[: len(workers)]
     shot.columns.empty_blocks[:] = empty[: len(workers)]
-    shot = replace(shot, arrival_scale=1e-9, pressure=np.array(pressure[: len(workers)]))
+    shot = shot._replace(arrival_scale=1e-9, pressure=np.array(pressure[: len(workers)]))
     pruned = decide(request(), shot, Params(priced_pairs=0, harm=harm), few=few)
     everything = _every_score(shot, harm)
     assert _score(shot, harm, pruned.position, pruned.price_ns, pruned.promise.gpu_ns) == pytest.approx(
@@ -273,7 +273,7 @@ def test_lists_for_few_workers_and_arrays_for_many_decide_the_same(
     shot = snapshot(workers, links=link, failures=FixedFailures(rate), features=able)
     shot.columns.arrivals[:] = arrivals[: len(workers)]
     shot.columns.empty_blocks[:] = empty[: len(workers)]
-    shot = replace(shot, arrival_scale=1e-9, pressure=np.array(pressure[: len(workers)]))
+    shot = shot._replace(arrival_scale=1e-9, pressure=np.array(pressure[: len(workers)]))
     asked = request(exclude=frozenset({key(0)}) if exclude and len(workers) > 1 else frozenset())
     lists, arrays = (decide(asked, shot, Params(harm=harm), few=few) for few in (10, 0))
     assert (lists.worker, lists.plan, lists.price_ns) == (arrays.worker, arrays.plan, arrays.price_ns)

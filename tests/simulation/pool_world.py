@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -165,7 +165,7 @@ class PoolRouter(Router):
         piece = LoadSlice(start, first.stop, first.holder, "sim", first.data_address, Tier.HOST, tuple(rest))
         kind = PlanKind.LOAD if start == own else PlanKind.SPLIT
         times = {"load_deadline_ns": rng.choice([30, 300]) * MS, "stall_ns": 60 * MS, "predicted_load_ns": 5 * MS}
-        return replace(route, plan=Plan(kind, (piece,), **times))
+        return route._replace(plan=Plan(kind, (piece,), **times))
 
     def restart(self) -> None:
         """Killed and started again: nothing is remembered."""

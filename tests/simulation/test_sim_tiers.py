@@ -183,8 +183,8 @@ class Scripted:
         node = self._nodes.pop(0)
         others = frozenset(view.key for i, view in enumerate(snapshot.workers) if i != node)
         if len(self.pieces) < 2:
-            snapshot = replace(snapshot, features=Features(load=False))
-        decision = make_policy("kvpool").choose(replace(request, exclude=others), snapshot, rng)
+            snapshot = snapshot._replace(features=Features(load=False))
+        decision = make_policy("kvpool").choose(request._replace(exclude=others), snapshot, rng)
         self.pieces.append(len({piece.holder for piece in decision.plan.loads}))
         return decision
 

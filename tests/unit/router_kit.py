@@ -115,7 +115,7 @@ def snapshot(
             WorkerView(keys[i], worker.role, worker.state, "memory", b"addr", f"actor-{worker.number}", worker.load)
             for i, worker in enumerate(workers)
         ),
-        index={name: i for i, name in enumerate(keys)},
+        positions={name: i for i, name in enumerate(keys)},
         columns=columns,
         prefixes={
             keys[i]: {**({Tier.HOST: worker.in_memory} if worker.in_memory else {}), worker.tier: worker.blocks}

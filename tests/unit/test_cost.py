@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from kvpool.reports import WorkerLoad
@@ -166,5 +164,5 @@ def test_a_worker_that_never_reported_or_went_silent_is_priced_as_busy() -> None
     waits = cost.wait_ns(shot, Costs())
     assert waits[0] == 0
     assert waits[1] == Costs().unknown_wait_ns
-    later = cost.wait_ns(replace(shot, now_ns=shot.now_ns + 11 * S), Costs())
+    later = cost.wait_ns(shot._replace(now_ns=shot.now_ns + 11 * S), Costs())
     assert later[0] == Costs().unknown_wait_ns

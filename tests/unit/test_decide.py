@@ -142,7 +142,7 @@ def test_no_eligible_worker_is_an_error_that_says_what_to_do() -> None:
         decide(request(), snapshot([Worker(0, state=MemberState.SUSPECT)]), PARAMS)
     with pytest.raises(UnavailableError):
         decide(request(exclude=frozenset({key(0)})), snapshot([Worker(0)]), PARAMS)
-    shot = replace(snapshot([Worker(0, wait_ns=S, state=MemberState.DRAINING)]), arrival_scale=1e-9)
+    shot = snapshot([Worker(0, wait_ns=S, state=MemberState.DRAINING)])._replace(arrival_scale=1e-9)
     with pytest.raises(UnavailableError):
         decide(request(), shot, PARAMS)
 
@@ -150,7 +150,7 @@ def test_no_eligible_worker_is_an_error_that_says_what_to_do() -> None:
 @pytest.mark.parametrize("few", [0, 24])
 def test_a_worker_that_may_not_be_taken_is_not_even_when_it_learned_that_prefill_costs_nothing(few: int) -> None:
     free = Worker(0, curve=PrefillCurve(t0_ns=0.0, token_ns=0.0, pair_ns=0.0))
-    shot = replace(snapshot([free, Worker(1, wait_ns=50 * MS)]), arrival_scale=1e-9)
+    shot = snapshot([free, Worker(1, wait_ns=50 * MS)])._replace(arrival_scale=1e-9)
     made = decide(request(exclude=frozenset({key(0)})), shot, Params(), few=few)
     assert made.worker == key(1)
 
@@ -216,7 +216,7 @@ def test_only_pairs_that_might_win_are_priced() -> None:
 def test_harm_sends_a_long_prefill_where_few_others_follow() -> None:
     shot = snapshot([Worker(0, wait_ns=0.3 * S), Worker(1, wait_ns=0.4 * S), Worker(2, state=MemberState.SUSPECT)])
     shot.columns.arrivals[:] = (20.0, NO_ARRIVALS, NO_ARRIVALS)  # per second
-    shot = replace(shot, arrival_scale=1e-9)
+    shot = shot._replace(arrival_scale=1e-9)
     assert decide(request(), shot, PARAMS_WITHOUT_HARM).worker == key(0)
     follow = Params(harm=Harm(base=0.0, follow=10.0))
     assert decide(request(), shot, follow).worker == key(1)
@@ -233,7 +233,7 @@ def test_harm_prefers_a_load_that_costs_a_little_more_time_and_much_less_prefill
 def test_what_is_new_goes_where_nothing_must_leave_for_it() -> None:
     shot = snapshot([Worker(0), Worker(1, wait_ns=0.01 * S), Worker(2, state=MemberState.SUSPECT)])
     shot.columns.empty_blocks[:] = (0.0, 100.0, 0.0)
-    shot = replace(shot, pressure=np.array([1.0, 1.0, 1.0]))
+    shot = shot._replace(pressure=np.array([1.0, 1.0, 1.0]))
     assert decide(request(), shot, PARAMS_WITHOUT_HARM).worker == key(0)
     assert decide(request(), shot, Params(harm=Harm(keep=0.5))).worker == key(1)
 
@@ -242,21 +242,21 @@ def test_what_is_new_goes_where_the_cache_turns_over_slowly() -> None:
     shot = snapshot([Worker(0), Worker(1, wait_ns=0.01 * S)])
     shot.columns.empty_blocks[:] = 0.0
     keep = Params(harm=Harm(keep=0.5))
-    assert decide(request(), replace(shot, pressure=np.array([1.0, 1.0])), keep).worker == key(0)
-    assert decide(request(), replace(shot, pressure=np.array([1.5, 0.5])), keep).worker == key(1)
+    assert decide(request(), shot._replace(pressure=np.array([1.0, 1.0])), keep).worker == key(0)
+    assert decide(request(), shot._replace(pressure=np.array([1.5, 0.5])), keep).worker == key(1)
 
 
 def test_what_a_worker_holds_already_makes_nothing_leave() -> None:
     shot = snapshot([Worker(0, blocks=99, wait_ns=0.2 * S), Worker(1, wait_ns=0.01 * S)], links=LinkCurve(1e12, 1e6))
     shot.columns.empty_blocks[:] = (0.0, 50.0)
-    shot = replace(shot, pressure=np.array([16.0, 1.0]))
+    shot = shot._replace(pressure=np.array([16.0, 1.0]))
     assert decide(request(), shot, Params(harm=Harm(keep=1.0))).worker == key(0)
 
 
 def test_what_lies_on_another_workers_disk_is_not_loaded_from_there() -> None:
     shot = snapshot([Worker(0), Worker(1, blocks=90, wait_ns=10.0 * S, tier=Tier.DISK)])
     assert decide(request(), shot, PARAMS_WITHOUT_HARM).plan.kind is PlanKind.REDO
-    both = replace(shot, prefixes={key(1): {Tier.DISK: 90, Tier.HOST: 60}})
+    both = shot._replace(prefixes={key(1): {Tier.DISK: 90, Tier.HOST: 60}})
     plan = decide(request(), both, PARAMS_WITHOUT_HARM).plan
     assert [(piece.start, piece.stop, piece.tier) for piece in plan.loads] == [(0, 60, Tier.HOST)]
 
@@ -272,7 +272,7 @@ def test_queues_everywhere_make_a_load_that_spares_prefill_worth_waiting_for() -
     workers = [Worker(0, wait_ns=1.0 * S), Worker(1, blocks=90, wait_ns=10.0 * S), Worker(2, state=MemberState.SUSPECT)]
     shot = snapshot(workers, links=LinkCurve(1.0 * S, 6.0))
     shot.columns.arrivals[:] = (NO_ARRIVALS, 1.0, NO_ARRIVALS)  # the others queue where none of this is asked
-    shot = replace(shot, arrival_scale=1e-9)
+    shot = shot._replace(arrival_scale=1e-9)
     alone, everywhere = Params(harm=Harm(follow=1.0)), Params(harm=Harm(follow=1.0, share=1.0))
     assert decide(request(), shot, alone).plan.kind is PlanKind.REDO
     assert decide(request(), shot, everywhere).plan.kind is PlanKind.LOAD

@@ -21,7 +21,7 @@ FLEET = [Worker(0), Worker(1, blocks=80, wait_ns=S, requests=3), Worker(2, block
 
 
 def with_chain(tokens: int = 1600, name: str = "r", salt: bytes = b"c") -> RequestView:
-    return replace(request(tokens, name), chain=chain(tokens, salt))
+    return request(tokens, name)._replace(chain=chain(tokens, salt))
 
 
 def queued(shot: Snapshot, *tokens: int) -> Snapshot:
@@ -54,7 +54,7 @@ def test_every_policy_decides_and_refuses_an_empty_fleet(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_no_policy_chooses_a_suspect_or_excluded_worker(name: str) -> None:
     workers = [Worker(0, state=MemberState.SUSPECT), Worker(1, blocks=90), Worker(2, wait_ns=5.0 * S, requests=9)]
-    view = replace(with_chain(), exclude=frozenset({key(1)}))
+    view = with_chain()._replace(exclude=frozenset({key(1)}))
     assert {pick(name, workers, view, seed) for seed in range(5)} == {key(2)}
 
 
@@ -119,7 +119,7 @@ def test_sglang_sends_what_matches_little_to_the_smallest_tree() -> None:
     assert pick(policy, FLEET, with_chain(salt=b"a")) == key(0)
     assert pick(policy, FLEET, with_chain(salt=b"b")) == key(1)
     assert pick(policy, FLEET, with_chain(salt=b"a")) == key(0)
-    shared = replace(with_chain(), chain=chain(1600, b"a")[:30] + chain(1600, b"z")[30:])
+    shared = with_chain()._replace(chain=chain(1600, b"a")[:30] + chain(1600, b"z")[30:])
     assert pick(policy, FLEET, shared) == key(2)  # 30 of 100 blocks is not above the threshold
 
 

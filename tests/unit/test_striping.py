@@ -101,8 +101,7 @@ def test_two_holders_may_pay_where_one_does_not() -> None:
 
 
 def test_a_reader_that_takes_no_more_from_two_than_from_one_is_not_striped() -> None:
-    shot = snapshot(holders(2), links=LINK, features=ABLE)
-    shot.together[key(0)] = 0.5  # type: ignore[index]
+    shot = snapshot(holders(2), links=LINK, features=ABLE)._replace(together={key(0): 0.5})
     assert len(decide(request(), shot, Params()).plan.loads) == 1
 
 
