@@ -159,24 +159,33 @@ class PatientGate(Gate):
 
 
 class RecordingPublisher:
-    """Keeps what it is told; replays stored and removed into the set a directory would show."""
+    """Keeps what it is told; replays stored and removed into the sets a directory would show: what peers can read, and
+    what of it lies in device memory too."""
 
     def __init__(self) -> None:
         self.held: set[BlockHash] = set()
+        self.in_device: set[BlockHash] = set()
         self.linked: list[bool] = []
         self.reports: list[WorkerReport] = []
         self._lock = threading.Condition()
 
     def stored(self, tier: Tier, hashes: Sequence[BlockHash], *, linked: bool = False) -> None:
         with self._lock:
-            assert not self.held & set(hashes), "a block is announced twice"
+            held = self._tier(tier)
+            assert not held & set(hashes), "a block is announced twice"
+            assert tier is not Tier.DEVICE or self.held >= set(hashes), "a copy is announced before its block"
             self.linked.append(linked)
-            self.held |= set(hashes)
+            held |= set(hashes)
 
     def removed(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
         with self._lock:
-            assert self.held >= set(hashes), "a block is withdrawn that was not announced"
-            self.held -= set(hashes)
+            held = self._tier(tier)
+            assert held >= set(hashes), "a block is withdrawn that was not announced"
+            assert tier is Tier.DEVICE or not self.in_device & set(hashes), "a block is withdrawn before its copy"
+            held -= set(hashes)
+
+    def _tier(self, tier: Tier) -> set[BlockHash]:
+        return self.in_device if tier is Tier.DEVICE else self.held
 
     def report(self, report: WorkerReport) -> None:
         with self._lock:

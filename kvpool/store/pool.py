@@ -69,6 +69,11 @@ class BlockPool:
         """Blocks `allocate` could hand out now: free ones and those it may evict."""
         return len(self._free) + self._evictable
 
+    @property
+    def leaf_room(self) -> bool:
+        """Whether a block could be handed out now without making a hole: one is free, or a leaf can leave."""
+        return len(self._free) > 0 or self._next_leaf() is not None
+
     def counts(self) -> PoolCounts:
         """Blocks by state."""
         free = len(self._free)
@@ -316,6 +321,23 @@ class BlockPool:
                 ready.append(rest[parent])
         return Purge(tuple(victims), in_use, kept, len(rest))
 
+    def drop(self, hashes: Iterable[BlockHash]) -> list[Victim]:
+        """Evict these blocks now, whatever continues them; hashes that are not held are passed over. For a tier whose
+        blocks must not outlive those of another one.
+
+        Raises:
+            InvariantViolation: one is needed.
+        """
+        victims: list[Victim] = []
+        for block_hash in hashes:
+            block_id = self._by_hash.get(block_hash)
+            if block_id is None:
+                continue
+            if not self._blocks[block_id].evictable:
+                raise InvariantViolation(f"block {block_id} is dropped and still needed: {self._blocks[block_id]}")
+            victims.append(self._evict(block_id))
+        return victims
+
     # -- integrity
 
     def check(self) -> None:
@@ -411,13 +433,19 @@ class BlockPool:
         return victims
 
     def _evict_one(self) -> Victim:
-        block_id = self._leaves.peek()
-        if block_id is None or (self._blocks[block_id].keep and self._evictable > self._evictable_kept):
+        block_id = self._next_leaf()
+        if block_id is None:
             # Every block that could go has a needed descendant. Rare; better a hole than a refused request.
             rest = [BlockId(i) for i, block in enumerate(self._blocks) if block.evictable]
             block_id = min(rest, key=lambda item: self._blocks[item].order)
         self._floor = max(self._floor, self._blocks[block_id].rank)
         return self._evict(block_id)
+
+    def _next_leaf(self) -> BlockId | None:
+        """The leaf that leaves next; None when only holes are left to make."""
+        leaf = self._leaves.peek()
+        spared = leaf is not None and self._blocks[leaf].keep and self._evictable > self._evictable_kept
+        return None if spared else leaf
 
     def _evict(self, block_id: BlockId) -> Victim:
         block = self._blocks[block_id]

@@ -21,6 +21,7 @@ from typing import Protocol
 import xxhash
 
 from kvpool.store.answers import Allocation, PoolCounts, Purge, Victim
+from kvpool.store.device import DeviceTier
 from kvpool.store.pool import BlockPool
 from kvpool.store.selection import HotChain, Selection, hot_chains, hot_hashes, select
 from kvpool.store.worth import WORK_UNIT, Block
@@ -57,6 +58,7 @@ class SegmentConfig:
         lease_ns: how long a read lease lasts from its beginning or its last renewal.
         max_leases: read leases at once; a reader beyond it is told that nothing is held, which is always safe.
         quotas: see `kvpool.store.pool.BlockPool`.
+        device_blocks: blocks of the device tier, see `kvpool.store.device`; 0 for none.
     """
 
     block_bytes: int
@@ -65,6 +67,7 @@ class SegmentConfig:
     lease_ns: int = DEFAULT_LEASE_NS
     max_leases: int = MAX_LEASES
     quotas: Mapping[str, int] = field(default_factory=dict)
+    device_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,10 @@ class Segment:
         self._spill: Spill | None = None
         self._on_miss: Callable[[Sequence[BlockHash]], None] | None = None
         self._totals: Counter[str] = Counter()
+        self.device: DeviceTier | None = None
+        """Which of these blocks lie in device memory too; None without a device tier."""
+        if config.device_blocks:
+            self.device = DeviceTier(config.device_blocks, self._lock, self._pool.lookup, publisher, clock_ns)
 
     # -- for the scheduler
 
@@ -185,9 +192,11 @@ class Segment:
             self._pool.set_spare(hashes, spare)
 
     def set_wanted(self, wanted: Collection[BlockHash]) -> None:
-        """As `BlockPool.set_wanted`."""
+        """As `BlockPool.set_wanted`, in every tier here."""
         with self._lock:
             self._pool.set_wanted(wanted)
+            if self.device is not None:
+                self.device.set_wanted(wanted)
 
     def hot_chains(self, others_of: Callable[[Sequence[BlockHash]], Sequence[int]]) -> list[HotChain]:
         """Chains that were asked for more than once and live nowhere else, the most valuable first.
@@ -335,9 +344,11 @@ class Segment:
             return {name: self._totals[name] for name in TOTALS}
 
     def check(self) -> None:
-        """As `BlockPool.check`."""
+        """As `BlockPool.check`, and as `DeviceTier.check`."""
         with self._lock:
             self._pool.check()
+            if self.device is not None:
+                self.device.check()
 
     def _gone(self, victims: Sequence[Victim], *, spill: bool = True) -> None:
         """Blocks left the pool and nobody has written over them yet: count and withdraw them, spill their bytes."""
@@ -347,7 +358,10 @@ class Segment:
         self._totals["evictions"] += len(victims)
         self._totals["evicted_kept"] += sum(victim.kept for victim in victims)
         self._totals["evicted_idle_ms"] += sum(now_ns - victim.used_ns for victim in victims) // 1_000_000
-        self._publisher.removed(self.config.tier, [victim.block_hash for victim in victims])
+        gone = [victim.block_hash for victim in victims]
+        if self.device is not None:
+            self.device.drop(gone)  # first: nothing may say that a block is there which is not here
+        self._publisher.removed(self.config.tier, gone)
         if self._spill is not None and spill:
             for victim in victims:
                 start = self.offset(victim.block_id)

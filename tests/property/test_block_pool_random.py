@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from kvpool.errors import CapacityError
+from kvpool.errors import CapacityError, InvariantViolation
 from kvpool.store.pool import BlockPool
 from kvpool.store.ranges import FreeRanges
 from kvpool.store.worth import MAX_USES, SPARE_DIVISOR, WORK_UNIT
@@ -273,10 +273,23 @@ class Run:
             assert not self.children(item)
             self.leave(item)
 
+    def throw_out(self) -> None:
+        """Some blocks must be gone, whatever continues them; a needed one is refused before anything of it changed."""
+        wish = [item for item in self.chain(self.tenant()) if self.rng.random() < 0.7]
+        needed = [item for item in wish if item in self.naive.sealed and item not in self.naive.evictable()]
+        if needed:
+            with pytest.raises(InvariantViolation, match="still needed"):
+                self.pool.drop(needed)
+            return
+        gone = [victim.block_hash for victim in self.pool.drop(wish)]
+        assert gone == [item for item in wish if item in self.naive.sealed]
+        for item in gone:
+            self.leave(item)
+
     def step(self) -> None:
         actions = (
             *(self.compute, self.compute, self.load, self.land, self.release, self.release, self.pin, self.unpin),
-            *(self.hint, self.want, self.purge),
+            *(self.hint, self.want, self.purge, self.throw_out),
         )
         self.rng.choice(actions)()
         self.pool.check()
