@@ -63,12 +63,15 @@ class StoreConfig(_Settings):
         tenant_quotas: tenant → most blocks of a segment it may have while it has others of its own to evict. ``"*"``
             stands for every tenant that is not named; requests without a tenant have the quota of ``""``.
         keep_share: largest part of the segment that ``kvpool pin`` may protect from eviction.
+        device_blocks: blocks that lie in the engine's memory as well, at most ``num_blocks``; 0 for no device
+            tier. On a CPU it only doubles memory.
         disk_path: directory for blocks that leave memory; every worker has its own below it. None for no disk tier.
         disk_bytes: most bytes that one worker keeps there.
     """
 
     tenant_quotas: dict[str, Annotated[int, Field(ge=1)]] = {}
     keep_share: float = Field(default=0.25, ge=0, le=1)
+    device_blocks: int = Field(default=0, ge=0)
     disk_path: str | None = None
     disk_bytes: int = Field(default=16 << 30, ge=1)
 
@@ -82,6 +85,15 @@ class WorkerConfig(_Settings):
     engine: EngineConfig = EngineConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     store: StoreConfig = StoreConfig()
+
+    @model_validator(mode="after")
+    def _device_within_host(self) -> WorkerConfig:
+        if self.store.device_blocks > self.engine.num_blocks:
+            raise ValueError(
+                f"store.device_blocks is {self.store.device_blocks} and engine.num_blocks {self.engine.num_blocks}: "
+                "device memory holds copies of the segment's blocks, so lower the first or raise the second"
+            )
+        return self
 
 
 class MetadataConfig(_Settings):

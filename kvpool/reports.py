@@ -36,6 +36,8 @@ class WorkerLoad:
         empty_blocks: blocks that hold nothing: so much can come without anything leaving.
         idle_ns: how long the block that would leave next has not been used; 0 when none would.
         in_flight_bytes: bytes of loads started and not terminal.
+        fill_mib_ns: what copying a MiB from host memory to where the engine computes takes; 0 for a worker without a
+            device tier, whose every hit takes that.
         served_request_ids: requests accepted since the last report, so that the router can drop its promises.
     """
 
@@ -49,6 +51,7 @@ class WorkerLoad:
     empty_blocks: int = 0
     idle_ns: int = 0
     in_flight_bytes: int = 0
+    fill_mib_ns: int = 0
     served_request_ids: tuple[RequestId, ...] = ()
 
 

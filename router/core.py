@@ -35,7 +35,6 @@ from router.status import goodput, link_rows, worker_rows
 
 NOT_THE_HOLDERS_FAULT = frozenset({TransferCancelledError.code, CapacityError.code})
 
-
 SECOND_PART = "+"
 """Behind the id of a decision, or of a request in the ledger: the part that goes on after a hand-over."""
 
@@ -113,6 +112,7 @@ class RouterCore:
         self._capacity: dict[WorkerKey, int] = {}
         self._least_capacity = 0
         self._tiers: dict[WorkerKey, Tier] = {}
+        self._fills: dict[WorkerKey, float] = {}
         self._worker_counters: dict[WorkerKey, dict[str, int]] = {}
         self._decided = 0
         self._counters: Counter[str] = Counter()
@@ -208,6 +208,7 @@ class RouterCore:
             arrival_scale=self._fleet.arrival_scale(now_ns),
             pressure=self._fleet.pressure(),
             together=self._learned.together.shares,
+            fills=self._fills,
         )
 
     def release(self, request_id: RequestId) -> None:
@@ -292,7 +293,7 @@ class RouterCore:
             data_address=info.data_address,
             control_address=info.control_address,
         )
-        self._capacity[key] = next((blocks for blocks in info.capacity_blocks if blocks), 0)
+        self._capacity[key] = max(info.capacity_blocks[: Tier.DISK], default=0)
         self._least_capacity = min((blocks for blocks in self._capacity.values() if blocks), default=0)
         self._tiers[key] = next((tier for tier in Tier if info.capacity_blocks[tier]), Tier.HOST)
         self._learned.member(info)
@@ -334,6 +335,8 @@ class RouterCore:
             served += tuple(_second(request) for request in served)
         self._ledger.on_report(key, work_ns, served, now_ns)
         self._fleet.set_load(key, report.load, now_ns)
+        if report.load.fill_mib_ns:
+            self._fills[key] = report.load.fill_mib_ns / (1 << 20)
         self._fleet.set_curve(key, curve)
         self._fleet.set_totals(key, self._ledger.totals(key))
         if report.counters:
@@ -483,6 +486,7 @@ class RouterCore:
         self._sequences.pop(key, None)
         self._capacity.pop(key, None)
         self._tiers.pop(key, None)
+        self._fills.pop(key, None)
         self._worker_counters.pop(key, None)
         if self._fleet.remove(key):
             self._keys = tuple(view.key for view in self._fleet.workers)

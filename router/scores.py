@@ -18,6 +18,7 @@ from kvpool.errors import UnavailableError
 from router import cost
 from router.cost import Costs
 from router.disks import await_disks
+from router.fills import await_fills
 from router.planning import Harm, Params
 from router.signals import Column, Floats, Holding, RequestView, Snapshot
 
@@ -33,7 +34,8 @@ class Scores:
     """Redo on every worker.
 
     Attributes:
-        wait, redo: W, the read of what lies on the own disk included (`router.disks`), and P(n−o | o).
+        wait, redo: W, what lies on the own disk (`router.disks`) or in host memory (`router.fills`) included, and
+            P(n−o | o).
         crowd: what each ns of prefill on a worker costs others; None when harm does not count.
         keep: what it costs others that blocks must leave for the request's; None when none must.
         curves: prefill curves, one row per coefficient.
@@ -172,6 +174,7 @@ def _score_arrays(
 ) -> Scores:
     wait = open_waits(request, snapshot, params.costs)
     await_disks(wait, request, snapshot)
+    await_fills(wait, request, snapshot)
     redo = cost.redo_ns(snapshot.columns, request.prompt_tokens, owners, snapshot.footprint.block_tokens)
     score, crowd = wait + redo, None
     if not params.harm.zero:
@@ -210,6 +213,7 @@ def _score_lists(
 ) -> Scores:
     wait: list[float] = open_waits(request, snapshot, params.costs).tolist()
     await_disks(wait, request, snapshot)
+    await_fills(wait, request, snapshot)
     curves: list[list[float]] = snapshot.columns.curves.tolist()
     redo = _redo_list(request, snapshot, curves, owners)
     crowd = _crowd_list(snapshot, params.harm, wait)

@@ -209,6 +209,7 @@ class Snapshot(NamedTuple):
         features: what the workers can execute.
         arrival_scale: ``columns.arrivals * arrival_scale`` is the recent rate of requests per ns of each worker.
         together: share of the sum of single links that a reader takes from several holders at once; 1 where unknown.
+        fills: time per byte from host memory to where the worker computes, of workers with a device tier.
         pressure: how soon what leaves each worker's cache would have been wanted again, against the mean of all.
     """
 
@@ -226,6 +227,7 @@ class Snapshot(NamedTuple):
     arrival_scale: float = 0.0
     pressure: Floats | None = None
     together: Mapping[WorkerKey, float] = MappingProxyType({})
+    fills: Mapping[WorkerKey, float] = MappingProxyType({})
 
 
 class Holding(NamedTuple):
@@ -242,7 +244,8 @@ def usable_blocks(request: RequestView, block_tokens: int) -> int:
 
 
 def holdings(request: RequestView, snapshot: Snapshot) -> list[Holding]:
-    """The longest usable prefix of every worker that has one and is known; the fastest tier among equals."""
+    """The longest usable prefix of every worker that has one and is known; the fastest tier among equals. A device tier
+    that holds copies of what lies in host memory (``Snapshot.fills``) is nobody's source: peers read the latter."""
     limit = usable_blocks(request, snapshot.footprint.block_tokens)
     found = []
     position_of = snapshot.positions.get
@@ -255,6 +258,8 @@ def holdings(request: RequestView, snapshot: Snapshot) -> list[Holding]:
             clipped = held if held < limit else limit
             if clipped > blocks or (clipped == blocks and tier < best_tier):
                 blocks, best_tier = clipped, tier
+        if best_tier is Tier.DEVICE and key in snapshot.fills:
+            best_tier = Tier.HOST
         if blocks > 0:
             found.append(Holding(position, blocks, best_tier))
     return found

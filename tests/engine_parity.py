@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,19 @@ from transformers import (
 
 from kvpool.request import SamplingParams, TokenLogprobs
 from kvpool.types import BlockId
+from tests.worker_support import WatchedDevice
 from workers.engine.base import SequenceSlice
 from workers.engine.torch_engine import TorchEngine
 
 LOGPROB_TOLERANCE = 1e-4
+
+
+class WatchedTorch(WatchedDevice, TorchEngine):
+    """The torch engine, its device pages watched."""
+
+    poison = math.nan
+
+
 GREEDY = SamplingParams(logprobs=5)
 
 _TINY = {

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from kvpool.request import FinishReason, GenerateRequest, RequestStats, Sampling
 from kvpool.types import BlockHash, BlockId, RequestId, Tier
 from workers.engine.base import SequenceSlice
 from workers.gate import Gate, LoadView, Ruling, Verdict
+
+if TYPE_CHECKING:
+    from workers.core import WorkerCore
 
 VOCAB = 97
 WIDTH = 4  # uint64 words of KV per token
@@ -95,6 +99,10 @@ class FakeEngine:
         self._lengths: dict[int, int] = {}
         self._next_slot = 0
         self._pages: np.ndarray | None = None
+        self._device_pages: np.ndarray | None = None
+
+    def attach_device_pages(self, num_blocks: int) -> None:
+        self._device_pages = np.full((num_blocks, self.layout.block_tokens, WIDTH), 0xDEAD, dtype=np.uint64)
 
     def attach_pages(self, memory: memoryview, num_blocks: int) -> None:
         self._pages = np.frombuffer(memory, dtype=np.uint64).reshape(num_blocks, self.layout.block_tokens, WIDTH)
@@ -115,21 +123,33 @@ class FakeEngine:
         return len(self._views)
 
     def load_blocks(self, slot: int, first_block: int, block_ids: Sequence[BlockId]) -> None:
-        assert self._pages is not None
+        self._load(self._pages, slot, first_block, block_ids)
+
+    def load_device_blocks(self, slot: int, first_block: int, block_ids: Sequence[BlockId]) -> None:
+        self._load(self._device_pages, slot, first_block, block_ids)
+
+    def _load(self, pages: np.ndarray | None, slot: int, first_block: int, block_ids: Sequence[BlockId]) -> None:
+        assert pages is not None
         size = self.layout.block_tokens
         for index, block_id in enumerate(block_ids, first_block):
-            self._views[slot][index * size : (index + 1) * size] = self._pages[block_id]
+            self._views[slot][index * size : (index + 1) * size] = pages[block_id]
         if self._lengths[slot] != first_block * size:
             raise InvariantViolation("pages are filled in out of order")
         self._lengths[slot] = (first_block + len(block_ids)) * size
 
     def store_blocks(self, slot: int, first_block: int, block_ids: Sequence[BlockId]) -> None:
-        assert self._pages is not None
+        self._store(self._pages, slot, first_block, block_ids)
+
+    def store_device_blocks(self, slot: int, first_block: int, block_ids: Sequence[BlockId]) -> None:
+        self._store(self._device_pages, slot, first_block, block_ids)
+
+    def _store(self, pages: np.ndarray | None, slot: int, first_block: int, block_ids: Sequence[BlockId]) -> None:
+        assert pages is not None
         size = self.layout.block_tokens
         if (first_block + len(block_ids)) * size > self._lengths[slot]:
             raise InvariantViolation("a block that is not computed is stored")
         for index, block_id in enumerate(block_ids, first_block):
-            self._pages[block_id] = self._views[slot][index * size : (index + 1) * size]
+            pages[block_id] = self._views[slot][index * size : (index + 1) * size]
 
     def step(self, batch: Sequence[SequenceSlice]) -> list[TokenLogprobs | None]:
         assert self.running.wait(30), "nobody let the engine go on"
@@ -149,6 +169,38 @@ class FakeEngine:
     def shutdown(self) -> None:
         self._pages = None
         self._views.clear()
+
+
+class WatchedDevice:
+    """Before an engine that it is mixed into: whenever blocks are read from device memory, every place that holds none
+    is poisoned first, and each that is read must be, byte for byte, the page it is a copy of. ``core`` is set by the
+    test. The engine thread does it, so nothing races."""
+
+    core: WorkerCore
+    poison: float = 0xDEAD
+    places_read = 0
+    _pages: Any
+    _device_pages: Any
+
+    def load_device_blocks(self, slot: int, first_block: int, block_ids: Sequence[BlockId]) -> None:
+        segment = self.core.segment
+        assert segment.device is not None
+        held = {place: block_hash for block_hash, place in segment.device.held().items()}
+        free = [place for place in range(len(self._device_pages)) if place not in held]
+        if free:
+            self._device_pages[free] = self.poison
+        for place in block_ids:
+            page = segment.lookup(held[place])
+            assert page is not None, "a copy outlived its page"
+            copy = self._device_pages[place]
+            copy = copy.cpu() if hasattr(copy, "cpu") else copy
+            assert bool((copy == self._pages[page]).all()), "a copy differs from its page"
+        self.places_read += len(block_ids)
+        super().load_device_blocks(slot, first_block, block_ids)  # type: ignore[misc]
+
+
+class WatchedFake(WatchedDevice, FakeEngine):
+    """The fake engine, watched."""
 
 
 class PatientGate(Gate):

@@ -176,7 +176,11 @@ def assemble_worker(key: WorkerKey, spec: WorkerSpec) -> AssembledWorker:
         hash_scheme=HASH_SCHEME,
         block_tokens=layout.block_tokens,
         block_bytes=layout.block_bytes,
-        capacity_blocks=(0, settings.num_blocks, store.disk_bytes // layout.block_bytes if store.disk_path else 0),
+        capacity_blocks=(
+            store.device_blocks,
+            settings.num_blocks,
+            store.disk_bytes // layout.block_bytes if store.disk_path else 0,
+        ),
         control_address=str(spec.worker_id),
         calibration=passes,
     )
@@ -184,6 +188,7 @@ def assemble_worker(key: WorkerKey, spec: WorkerSpec) -> AssembledWorker:
 
     def snapshot() -> list[tuple[Tier, BlockHash]]:
         in_memory = [(Tier.HOST, block_hash) for core in held for block_hash in core.held_hashes()]
+        in_memory += [(Tier.DEVICE, block_hash) for core in held for block_hash in core.device_hashes()]
         return in_memory + [(Tier.DISK, block_hash) for core in held for block_hash in core.disk_hashes()]
 
     def observe_load(sample: LoadSample) -> None:

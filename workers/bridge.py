@@ -11,6 +11,7 @@ from kvpool.store.segment import SealRequest, Segment
 from kvpool.store.worth import WORK_UNIT
 from kvpool.types import BlockId
 from workers.block_table import PageState
+from workers.device_copies import DeviceCopies
 from workers.engine.base import Engine
 from workers.sequence import Sequence
 from workers.step import Work
@@ -22,20 +23,25 @@ class Bridge:
     Args:
         engine: its pages are attached to the segment's memory already.
         segment: who holds the pages.
+        device: copies to and from the device tier, None without one.
     """
 
-    def __init__(self, engine: Engine, segment: Segment) -> None:
+    def __init__(self, engine: Engine, segment: Segment, device: DeviceCopies | None = None) -> None:
         self._engine = engine
         self._segment = segment
+        self._device = device
         self.pair_ratio = 0.0
         """How much more a token costs for every token before it; see `workers.calibrate.pair_ratio`."""
 
     def fill(self, work: Work) -> None:
-        """Copy the readable pages of ``work`` into its sequence's view."""
+        """Copy the readable pages of ``work``, or their copies on the device, into its sequence's view."""
         sequence = work.sequence
         if not work.fill:
             return
-        self._engine.load_blocks(_slot(sequence), work.first_block, work.fill)
+        if self._device is None:
+            self._engine.load_blocks(_slot(sequence), work.first_block, work.fill)
+        else:
+            self._device.fill(work)
         sequence.filled(work.first_block, len(work.fill), self._segment.config.block_bytes)
 
     def seal(self, sequence: Sequence) -> int:
@@ -43,13 +49,18 @@ class Bridge:
         table = sequence.table
         computed_blocks = sequence.computed_tokens // table.block_tokens
         ready = table.sealable(computed_blocks)
-        self._store(sequence, [index for index in ready if table.state(index) is PageState.BLANK])
+        blank = [index for index in ready if table.state(index) is PageState.BLANK]
+        self._store(sequence, blank)
         fresh = [
             SealRequest(_page(sequence, index), table.chain[index], table.parent_of(index), self.work_of(index))
             for index in ready
         ]
-        for index, kept in zip(ready, self._segment.seal(fresh), strict=True):
+        for index, request, kept in zip(ready, fresh, self._segment.seal(fresh), strict=True):
             table.seal(index, kept)
+            if self._device is not None and kept == request.block_id:  # not a twin, which was computed elsewhere
+                self._device.sealed(sequence, index, stored=index in blank)
+        if self._device is not None:
+            self._device.take_offers(sequence)
         return len(ready)
 
     def work_of(self, index: int) -> int:

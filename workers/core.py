@@ -31,6 +31,7 @@ from kvpool.types import BlockHash, RequestId, Tier, WorkerKey
 from workers.block_table import BlockTable
 from workers.bridge import Bridge
 from workers.calibrate import pair_ratio
+from workers.device_copies import DeviceCopies
 from workers.disk_loads import DiskLoader, DiskSpeed, Promoter, with_disk
 from workers.engine.base import Engine
 from workers.engine_loop import EngineLoop, LoopParts, Sink
@@ -91,17 +92,27 @@ class WorkerCore:
 
     def __init__(self, parts: CoreParts) -> None:
         self._parts = parts
-        engine, num_blocks = parts.engine, parts.config.engine.num_blocks
+        engine, num_blocks, store = parts.engine, parts.config.engine.num_blocks, parts.config.store
         block_bytes = engine.layout.block_bytes
         self._block_tokens = engine.layout.block_tokens
         self._arena = Arena(block_bytes * num_blocks)
         self.segment = Segment(
-            SegmentConfig(block_bytes, num_blocks, parts.tier, quotas=parts.config.store.tenant_quotas),
+            SegmentConfig(
+                block_bytes,
+                num_blocks,
+                parts.tier,
+                quotas=store.tenant_quotas,
+                device_blocks=store.device_blocks,
+            ),
             self._arena.memory,
             parts.publisher,
             parts.clock_ns,
         )
         engine.attach_pages(self._arena.memory, num_blocks)
+        self._device: DeviceCopies | None = None
+        if self.segment.device is not None:
+            engine.attach_device_pages(store.device_blocks)
+            self._device = DeviceCopies(engine, self.segment.device, parts.clock_ns)
         self._lock = threading.RLock()
         self._draining = self._closed = False
         self._samples: deque[LoadSample] = deque(maxlen=MAX_SAMPLES)  # no lock: a transport's thread must never wait
@@ -110,7 +121,7 @@ class WorkerCore:
         self._gate = parts.gate or Gate(self._block_tokens)
         self._scheduler = Scheduler(parts.config.scheduler, self.segment, self._gate)
         self._reporter = Reporter(parts.key, parts.publisher)
-        self._bridge = Bridge(engine, self.segment)
+        self._bridge = Bridge(engine, self.segment, self._device)
         loader = self._start_loader()
         self._has_peers = loader is not None
         self._disk_speed = DiskSpeed()
@@ -314,6 +325,10 @@ class WorkerCore:
         """Every block peers can read now, for a full snapshot to the directory."""
         return self.segment.held_hashes()
 
+    def device_hashes(self) -> list[BlockHash]:
+        """Those of them that lie in device memory too, for the same."""
+        return [] if self.segment.device is None else list(self.segment.device.held())
+
     def disk_hashes(self) -> list[BlockHash]:
         """Every block on disk, for the same."""
         return [] if self._parts.disk is None else self._parts.disk.held_hashes()
@@ -332,6 +347,7 @@ class WorkerCore:
                 empty_blocks=counts.free,
                 idle_ns=self.segment.idle_ns(),
                 in_flight_bytes=self._flights.in_flight_bytes,
+                fill_mib_ns=self._fill_mib_ns(),
             )
 
     def counters(self) -> dict[str, int]:
@@ -343,6 +359,8 @@ class WorkerCore:
         totals.update({} if self._promoter is None else self._promoter.counters)
         totals.update({} if self._parts.disk is None else self._parts.disk.counters())
         totals.update(self.segment.totals())
+        totals.update({} if self.segment.device is None else self.segment.device.totals())
+        totals.update({} if self._device is None else self._device.counters)
         if self._parts.transport is not None:
             stats = self._parts.transport.stats()
             totals["bytes_served"] = stats.bytes_served
@@ -381,10 +399,19 @@ class WorkerCore:
                 for tenant, blocks in Counter(self.segment.tenants()).most_common(MAX_TENANTS_SHOWN)
             },
             "read_leases": self.segment.leases,
+            "device": self._device_status(),
             "disk": None if self._parts.disk is None else self._parts.disk.status(),
             "counters": counters,
             "failures": _failures(counters),
         }
+
+    def _device_status(self) -> dict[str, int] | None:
+        if self._device is None or self.segment.device is None:
+            return None
+        return {**self.segment.device.status(), "fill_mib_ns": self._fill_mib_ns()}
+
+    def _fill_mib_ns(self) -> int:
+        return 0 if self._device is None else self._device.speed.mib_ns
 
     def check(self) -> None:
         """Invariants of pool and scheduler.

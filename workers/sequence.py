@@ -51,6 +51,9 @@ class Sequence:
         flight: number of the load that still may write pages of this sequence.
         load_due: the plan has a load that found no pages yet.
         loaded: blocks whose content came over the data plane for this request.
+        offers: sealed blocks that lie in the view as in their pages and were not offered to the device tier yet, and
+            whether they came from there (a promotion) or were computed or loaded for this request.
+        unsealed_fills: blocks that lie in the view as in their pages, which were not sealed when they were copied.
     """
 
     request: GenerateRequest
@@ -66,6 +69,8 @@ class Sequence:
     flight: int | None = None
     load_due: bool = False
     loaded: set[int] = field(default_factory=set)
+    offers: dict[int, bool] = field(default_factory=dict)
+    unsealed_fills: set[int] = field(default_factory=set)
     tally: Tally = field(default_factory=Tally)
 
     def __post_init__(self) -> None:
@@ -127,6 +132,8 @@ class Sequence:
         self.slot = None
         self.phase = Phase.WAITING
         self.loaded.clear()
+        self.offers.clear()
+        self.unsealed_fills.clear()
         self.tally.preemptions += 1
         if self.tally.first_token_ns is None:
             self.tally.tokens_cached = self.tally.tokens_loaded = self.tally.bytes_loaded = 0

@@ -19,7 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvpool.errors import InvariantViolation
 from kvpool.store.pool import BlockPool
@@ -166,7 +166,7 @@ class DeviceTier:
         with self._lock:
             return {name: self._totals[name] for name in ("device_evictions", "device_drops")}
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, int]:
         """Size and use, JSON-serialisable."""
         with self._lock:
             counts = self._pool.counts()

@@ -341,6 +341,8 @@ NO_DECODERS = {
     "workers.core.WorkerCore.load": "the length of the queue",
     "workers.engine.base.Engine.load_blocks": "verified pages into a view",
     "workers.engine.torch_engine.TorchEngine.load_blocks": "verified pages into a view",
+    "workers.engine.base.Engine.load_device_blocks": "copies of verified pages into a view",
+    "workers.engine.torch_engine.TorchEngine.load_device_blocks": "copies of verified pages into a view",
     "workers.engine.views.load_pages": "verified pages into a view",
     "workers.engine.reference.PlainModel.decode": "a step of the model",
 }

@@ -15,7 +15,7 @@ from random import Random
 
 import pytest
 
-from kvpool.config import EngineConfig, SchedulerConfig, WorkerConfig
+from kvpool.config import EngineConfig, SchedulerConfig, StoreConfig, WorkerConfig
 from kvpool.errors import (
     CapacityError,
     DeadlineError,
@@ -36,7 +36,15 @@ from kvpool.transport.memory import MemoryHub, MemoryTransport
 from kvpool.transport.ucx import UcxTransport
 from kvpool.types import RequestId, Tier, WorkerEpoch, WorkerId, WorkerKey
 from tests.engine_parity import save_random_model, tiny_llama
-from tests.worker_support import Collector, FakeEngine, PatientGate, RecordingPublisher, make_request, reference
+from tests.worker_support import (
+    Collector,
+    FakeEngine,
+    PatientGate,
+    RecordingPublisher,
+    WatchedDevice,
+    make_request,
+    reference,
+)
 from workers.core import CoreParts, WorkerCore
 from workers.engine.base import Engine, SequenceSlice
 from workers.engine.reference import PlainModel
@@ -106,6 +114,7 @@ class Pool:
         num_blocks: int = 64,
         patient: bool = True,
         disk: DiskTier | None = None,
+        device_blocks: int = 0,
         **limits: int,
     ) -> WorkerCore:
         key = WorkerKey(WorkerId(f"w{len(self.cores)}"), WorkerEpoch(1))
@@ -121,6 +130,7 @@ class Pool:
                 config=WorkerConfig(
                     engine=EngineConfig(num_blocks=num_blocks, block_tokens=BLOCK_TOKENS),
                     scheduler=SchedulerConfig(**limits),
+                    store=StoreConfig(device_blocks=device_blocks),
                 ),
                 namespace_for=lambda tenant: Namespace(
                     space.model, space.dtype, space.layout, space.block_tokens, tenant=tenant
@@ -139,6 +149,8 @@ class Pool:
             )
         )
         held.append(core)
+        if isinstance(engine, WatchedDevice):
+            engine.core = core
         self.cores.append(core)
         self.transports.append(transport)
         self.publishers.append(publisher)
@@ -170,6 +182,7 @@ class Pool:
                 counts = core.segment.counts()
                 assert (counts.referenced, counts.in_flight) == (0, 0)
                 assert publisher.held == set(core.held_hashes())
+                assert publisher.in_device == set(core.device_hashes())
         for core in self.cores:
             core.close()
             core.close()

@@ -19,7 +19,7 @@ from random import Random
 
 import pytest
 
-from kvpool.config import EngineConfig, SchedulerConfig, WorkerConfig
+from kvpool.config import EngineConfig, SchedulerConfig, StoreConfig, WorkerConfig
 from kvpool.errors import CapacityError, DeadlineError, RequestError, UnavailableError
 from kvpool.hashing import Namespace
 from kvpool.plan import HolderRef, LoadSlice, Plan, PlanKind
@@ -31,11 +31,12 @@ from kvpool.transport.memory import MemoryHub, MemoryTransport
 from kvpool.transport.shaping import CLEAR, LinkShape, ShapingTransport
 from kvpool.transport.ucx import UcxTransport
 from kvpool.types import RequestId, Tier, WorkerEpoch, WorkerId, WorkerKey
-from tests.engine_parity import save_random_model, tiny_llama
+from tests.engine_parity import WatchedTorch, save_random_model, tiny_llama
 from tests.worker_support import (
     Collector,
-    FakeEngine,
     RecordingPublisher,
+    WatchedDevice,
+    WatchedFake,
     make_request,
     reference,
     reference_choices,
@@ -74,7 +75,7 @@ class Kind:
 
 
 FAKE = Kind(
-    lambda rng: FakeEngine(block_tokens=BLOCK_TOKENS, token_s=rng.choice([0.0, 2e-5])),
+    lambda rng: WatchedFake(block_tokens=BLOCK_TOKENS, token_s=rng.choice([0.0, 2e-5])),
     reference_choices,
     97,
     MemoryTransport,
@@ -93,7 +94,7 @@ def torch_kind(tmp_path_factory: pytest.TempPathFactory) -> Kind:
 
     engine = TorchEngine(path, block_tokens=BLOCK_TOKENS)
     return Kind(
-        lambda _: TorchEngine(path, block_tokens=BLOCK_TOKENS), choices, engine.vocab_size, lambda _: UcxTransport()
+        lambda _: WatchedTorch(path, block_tokens=BLOCK_TOKENS), choices, engine.vocab_size, lambda _: UcxTransport()
     )
 
 
@@ -115,14 +116,14 @@ class Fleet:
         engine = self.kind.engine(self.rng)
         layout = engine.layout
         held: list[WorkerCore] = []
+        num_blocks = num_blocks or self.rng.choice([24, 40, 120])
         core = WorkerCore(
             CoreParts(
                 key=WorkerKey(WorkerId(f"w{number}"), WorkerEpoch(1)),
                 engine=engine,
                 config=WorkerConfig(
-                    engine=EngineConfig(
-                        num_blocks=num_blocks or self.rng.choice([24, 40, 120]), block_tokens=BLOCK_TOKENS
-                    ),
+                    engine=EngineConfig(num_blocks=num_blocks, block_tokens=BLOCK_TOKENS),
+                    store=StoreConfig(device_blocks=(0, 7, num_blocks, 0)[number]),
                     scheduler=SchedulerConfig(
                         max_step_tokens=self.rng.choice([8, 64]), max_running=self.rng.choice([2, 8]), max_waiting=32
                     ),
@@ -140,6 +141,8 @@ class Fleet:
             )
         )
         held.append(core)
+        if isinstance(engine, WatchedDevice):
+            engine.core = core
         self.cores.append(core)
         self.links.append(link)
         self.publishers.append(publisher)
@@ -287,10 +290,12 @@ def run_random_requests(kind: Kind, seed: int) -> None:
             counts = core.segment.counts()
             assert (counts.referenced, counts.in_flight, core.segment.leases) == (0, 0, 0)
             assert publisher.held == set(core.held_hashes())
+            assert publisher.in_device == set(core.device_hashes())
             assert core.failure is None
         assert finished > 100
         assert sum(core.counters().get("loads", 0) for core in fleet.cores) > 10
         assert sum(core.counters().get("tokens_loaded", 0) for core in fleet.cores) > 0
+        assert all(core.counters()["device_fills"] > 0 for core in fleet.cores[1:WORKERS]), "the device tier served"
     finally:
         for core in fleet.cores:
             core.close()

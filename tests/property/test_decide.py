@@ -18,6 +18,7 @@ from router.cost import Costs
 from router.decide import Decision, decide
 from router.disks import await_disks
 from router.estimators import LinkCurve, PrefillCurve
+from router.fills import await_fills
 from router.planning import Harm, Params
 from router.scores import crowds, harm_ns, keep_ns
 from router.signals import Features, Footprint, Snapshot, holdings, readable
@@ -46,6 +47,8 @@ def clusters(draw: st.DrawFn, least: int = 1) -> list[Worker]:
             curve=draw(curves),
             tier=draw(st.sampled_from(Tier)),
             in_memory=draw(st.sampled_from([0, 0, 1, 40])),
+            in_device=draw(st.sampled_from([0, 1, 40])),
+            fill_byte_ns=draw(st.sampled_from([None, None, 0.0, 0.2, 1e3])),
         )
         for number in range(size)
     ]
@@ -137,6 +140,7 @@ def test_scaling_all_times_scales_the_price(
             wait_ns=scaled(worker.wait_ns),
             in_ns=worker.in_ns * factor,
             out_ns=worker.out_ns * factor,
+            fill_byte_ns=scaled(worker.fill_byte_ns),
             curve=PrefillCurve(
                 worker.curve.t0_ns * factor, worker.curve.token_ns * factor, worker.curve.pair_ns * factor
             ),
@@ -223,6 +227,7 @@ def _reads_own_disk(workers: list[Worker], made: Decision) -> bool:
 def _score(shot: Snapshot, harm: Harm, position: int, ttft_ns: float, gpu_ns: float) -> float:
     waits = cost.wait_ns(shot, Costs())
     await_disks(waits, request(), shot)
+    await_fills(waits, request(), shot)
     crowd = crowds(shot, harm, waits)
     owners = {item.position: item.blocks for item in holdings(request(), shot)}
     keep = keep_ns(request(), shot, harm, owners)
@@ -234,6 +239,7 @@ def _every_score(shot: Snapshot, harm: Harm) -> list[float]:
     columns, tokens = shot.columns, 1600
     waits = cost.wait_ns(shot, Costs())
     await_disks(waits, request(tokens), shot)
+    await_fills(waits, request(tokens), shot)
     held = holdings(request(tokens), shot)
     own = {item.position: item.blocks for item in held}
     found = []

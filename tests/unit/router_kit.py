@@ -78,6 +78,8 @@ class Worker:
     curve: PrefillCurve = CURVE
     tier: Tier = Tier.DEVICE
     in_memory: int = 0  # of ``blocks``, when the tier is the disk
+    in_device: int = 0  # of ``blocks`` again, with ``fill_byte_ns``
+    fill_byte_ns: float | None = None  # of a worker with a device tier over its host memory
     load: WorkerLoad | None = None
 
 
@@ -117,17 +119,21 @@ def snapshot(
         ),
         positions={name: i for i, name in enumerate(keys)},
         columns=columns,
-        prefixes={
-            keys[i]: {**({Tier.HOST: worker.in_memory} if worker.in_memory else {}), worker.tier: worker.blocks}
-            for i, worker in enumerate(workers)
-            if worker.blocks
-        },
+        prefixes={keys[i]: _tiers(worker) for i, worker in enumerate(workers) if worker.blocks},
         footprint=footprint,
         links=FixedLinks(keys, links, pairs or {}),
         failures=failures or FixedFailures(),
         fastest=PrefillCurve(*(float(column.min()) for column in (columns.t0_ns, columns.token_ns, columns.pair_ns))),
         features=features or Features(),
+        fills={keys[i]: worker.fill_byte_ns for i, worker in enumerate(workers) if worker.fill_byte_ns is not None},
     )
+
+
+def _tiers(worker: Worker) -> dict[Tier, int]:
+    """Leading blocks by tier, as the directory says it."""
+    below = {Tier.HOST: worker.in_memory} if worker.in_memory else {}
+    device = {Tier.DEVICE: worker.in_device} if worker.in_device and worker.fill_byte_ns is not None else {}
+    return {**device, **below, worker.tier: worker.blocks}
 
 
 def request(tokens: int = 1600, name: str = "r", exclude: frozenset[WorkerKey] = frozenset()) -> RequestView:

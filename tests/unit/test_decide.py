@@ -55,6 +55,35 @@ def test_a_slow_own_disk_costs_no_more_than_computing_what_lies_there() -> None:
     assert with_own_disk(DISK, 1e6) == pytest.approx(_redo(30))
 
 
+FILLED = Worker(0, blocks=80, tier=Tier.HOST, in_device=50, fill_byte_ns=0.2)
+
+
+def test_hits_in_the_device_tier_are_free_and_those_in_host_memory_are_filled_behind_the_wait() -> None:
+    plain = replace(FILLED, fill_byte_ns=None)
+    fill_ns = 30 * 16 * 40_000 * 0.2
+    for wait_ns in (0.0, 1.0 * S):
+        free, filled = (replace(worker, wait_ns=wait_ns) for worker in (plain, FILLED))
+        assert with_own_disk(filled, 1.0) == pytest.approx(with_own_disk(free, 1.0) + fill_ns, rel=1e-6)
+    whole = replace(FILLED, in_device=80)
+    assert with_own_disk(whole, 1.0) == with_own_disk(plain, 1.0)
+
+
+def test_a_slow_fill_costs_no_more_than_computing_what_lies_in_host_memory() -> None:
+    assert with_own_disk(replace(FILLED, fill_byte_ns=1e6), 1.0) == pytest.approx(_redo(50))
+
+
+def test_of_two_equal_holders_the_one_with_the_prefix_in_its_device_tier_is_chosen() -> None:
+    for first, second in ((80, 0), (0, 80)):
+        workers = [replace(FILLED, in_device=first), replace(FILLED, number=1, in_device=second)]
+        assert decide(request(), snapshot(workers), PARAMS).position == (0 if first else 1)
+
+
+def test_peers_read_the_pages_under_a_device_tier() -> None:
+    shot = snapshot([Worker(0), replace(FILLED, number=1, wait_ns=10.0 * S, in_device=80)])
+    plan = decide(request(), shot._replace(prefixes={key(1): {Tier.DEVICE: 80}}), PARAMS_WITHOUT_HARM).plan
+    assert [(piece.stop, piece.tier) for piece in plan.loads] == [(80, Tier.HOST)]
+
+
 def _redo(blocks: int) -> float:
     return decide(request(), snapshot([Worker(0, blocks=blocks)]), PARAMS).price_ns
 

@@ -10,7 +10,17 @@ import torch
 
 from kvpool.errors import CapacityError, InvariantViolation
 from tests.engine_parity import block_ids
-from workers.engine.views import ViewPool, ViewShape, load_pages, map_pages, round_capacity, store_pages
+from workers.engine.views import (
+    ViewPool,
+    ViewShape,
+    allocate_pages,
+    gather_pages,
+    load_pages,
+    map_pages,
+    round_capacity,
+    scatter_pages,
+    store_pages,
+)
 
 SHAPE = ViewShape(layers=3, kv_heads=2, head_dim=4, block_tokens=5)
 BLOCK_BYTES = 3 * 2 * 2 * 5 * 4 * 4
@@ -52,6 +62,26 @@ def test_storing_and_loading_any_blocks_gives_the_same_tokens_back(seed: int) ->
         :, :, :, first_from * 5 : (first_from + count) * 5
     ]
     assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("ids", [(), (3,), (4, 5, 6), (7, 2, 3, 0)])
+def test_one_gather_copies_what_run_by_run_copies(ids: tuple[int, ...]) -> None:
+    cpu = torch.device("cpu")
+    runs, gathered = (allocate_pages(SHAPE, 8, dtype=torch.float32, device=cpu).zero_() for _ in range(2))
+    source = random_view(40)
+    store_pages(source, runs, 1, block_ids(*ids))
+    scatter_pages(source, gathered, 1, block_ids(*ids))
+    assert torch.equal(runs, gathered)
+    one, other = torch.zeros(SHAPE.view(40)), torch.zeros(SHAPE.view(40))
+    load_pages(one, runs, 2, block_ids(*ids))
+    gather_pages(other, runs, 2, block_ids(*ids))
+    assert torch.equal(one, other)
+    assert torch.equal(one[:, :, :, 10 : 10 + 5 * len(ids)], source[:, :, :, 5 : 5 + 5 * len(ids)])
+
+
+def test_device_pages_that_find_no_memory_say_which_setting_to_lower() -> None:
+    with pytest.raises(CapacityError, match=r"store\.device_blocks"):
+        allocate_pages(SHAPE, 1 << 50, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_half_precision_travels_bit_by_bit() -> None:

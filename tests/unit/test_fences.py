@@ -67,6 +67,8 @@ PURE = (
     "router/peers.py",
     "router/striping.py",
     "router/together.py",
+    "router/disks.py",
+    "router/fills.py",
     "router/status.py",
     "router/admission.py",
     "router/decoding.py",

@@ -202,6 +202,30 @@ def test_reads_from_the_own_disk_are_learned_as_its_speed_and_say_nothing_about_
     assert core.route(meta("after")).plan.predicted_ttft_ns > before
 
 
+def test_the_fill_speed_that_a_worker_reports_prices_its_hits_in_host_memory() -> None:
+    core, directory, _ = make_core(workers=1)
+    core.on_member_change(replace(member(0), capacity_blocks=(64, 1024, 0)), MemberState.ALIVE)
+    directory.held[key(0)] = {Tier.HOST: 90}
+    core.on_report(report(0, 1, WorkerLoad()))
+    before = core.route(meta("before")).plan.predicted_ttft_ns
+    core.release(RequestId("before"))
+    core.on_report(report(0, 2, WorkerLoad(fill_mib_ns=1_000_000)))
+    after = core.route(meta("after")).plan.predicted_ttft_ns
+    assert after > before
+    core.release(RequestId("after"))
+    directory.held[key(0)] = {Tier.DEVICE: 90}
+    assert core.route(meta("device")).plan.predicted_ttft_ns == before
+    core.on_member_change(member(0), None)
+    assert not core._fills
+
+
+def test_a_request_that_fits_the_segment_is_not_refused_for_a_small_device_tier() -> None:
+    core, _, _ = make_core(workers=2)
+    core.on_member_change(replace(member(0), capacity_blocks=(8, 1024, 0)), MemberState.ALIVE)
+    core.on_member_change(replace(member(1), capacity_blocks=(0, 16, 0)), MemberState.ALIVE)
+    assert core.route(meta("long")).worker == key(0)
+
+
 def test_a_load_given_up_half_way_still_tells_how_slow_its_link_is_and_blames_nobody() -> None:
     core, _, _ = make_core()
     before = core.status()["workers"][1]["load_failure_probability"]

@@ -5,7 +5,8 @@ allocates blocks and never knows the network: `workers.scheduler` chooses, `work
 engine; no method may be called concurrently.
 
 Pages are block-major, ``[block, layer, K/V, kv_head, token, dim]``, over memory the worker's arena owns, so that
-one block is one contiguous run of ``layout.block_bytes`` bytes.
+one block is one contiguous run of ``layout.block_bytes`` bytes. Device pages look the same, in memory of the engine's
+own; only the engine's thread touches them.
 """
 
 from __future__ import annotations
@@ -58,6 +59,13 @@ class Engine(Protocol):
     def attach_pages(self, memory: memoryview, num_blocks: int) -> None:
         """Use ``memory`` (writable, ``num_blocks * layout.block_bytes`` bytes) as pages. The caller keeps owning it."""
 
+    def attach_device_pages(self, num_blocks: int) -> None:
+        """Allocate ``num_blocks`` pages in the memory the engine computes in, once, for a device tier.
+
+        Raises:
+            CapacityError: no memory for them.
+        """
+
     def open(self, capacity_tokens: int) -> int:
         """Open a sequence with an empty view that can grow to ``capacity_tokens``; returns its slot.
 
@@ -73,6 +81,12 @@ class Engine(Protocol):
 
     def store_blocks(self, slot: int, first_block: int, block_ids: Sequence[BlockId]) -> None:
         """Copy full blocks of the view into pages, the inverse of `load_blocks`."""
+
+    def load_device_blocks(self, slot: int, first_block: int, block_ids: Sequence[BlockId]) -> None:
+        """`load_blocks` from device pages."""
+
+    def store_device_blocks(self, slot: int, first_block: int, block_ids: Sequence[BlockId]) -> None:
+        """`store_blocks` into device pages."""
 
     def step(self, batch: Sequence[SequenceSlice]) -> list[TokenLogprobs | None]:
         """Compute every slice, appending its KV to its view; one entry a slice, None where ``sampling`` is None.

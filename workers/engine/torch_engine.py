@@ -28,7 +28,16 @@ from workers.engine.attention import ATTENTION_NAME, STEP_ARGUMENT, SliceViews, 
 from workers.engine.base import SequenceSlice
 from workers.engine.models import quiet_progress
 from workers.engine.probe import check_model
-from workers.engine.views import ViewPool, ViewShape, load_pages, map_pages, store_pages
+from workers.engine.views import (
+    ViewPool,
+    ViewShape,
+    allocate_pages,
+    gather_pages,
+    load_pages,
+    map_pages,
+    scatter_pages,
+    store_pages,
+)
 from workers.sampling import sample
 
 SPARE_VIEW_BYTES = 1 << 30
@@ -82,6 +91,7 @@ class TorchEngine:
         self._views: dict[int, torch.Tensor] = {}
         self._next_slot = 0
         self._pages: torch.Tensor | None = None
+        self._device_pages: torch.Tensor | None = None
 
     @property
     def layout(self) -> KVLayout:
@@ -111,6 +121,14 @@ class TorchEngine:
         """
         self._pages = map_pages(memory, self._view_shape, num_blocks, self._dtype)
 
+    def attach_device_pages(self, num_blocks: int) -> None:
+        """Allocate pages on the engine's device, kept until `shutdown`.
+
+        Raises:
+            CapacityError: no memory for them.
+        """
+        self._device_pages = allocate_pages(self._view_shape, num_blocks, dtype=self._dtype, device=self._device)
+
     def open(self, capacity_tokens: int) -> int:
         """Open a sequence; on the CPU its view costs memory only for tokens that are written.
 
@@ -135,12 +153,25 @@ class TorchEngine:
     @torch.inference_mode()
     def load_blocks(self, slot: int, first_block: int, block_ids: Sequence[BlockId]) -> None:
         """Copy pages into the view: page ``block_ids[i]`` becomes block ``first_block + i`` of the sequence."""
-        load_pages(self._view(slot), self._attached(block_ids), first_block, block_ids)
+        load_pages(self._view(slot), _checked(self._pages, block_ids), first_block, block_ids)
 
     @torch.inference_mode()
     def store_blocks(self, slot: int, first_block: int, block_ids: Sequence[BlockId]) -> None:
         """Copy full blocks of the view into pages, the inverse of `load_blocks`."""
-        store_pages(self._view(slot), self._attached(block_ids), first_block, block_ids)
+        store_pages(self._view(slot), _checked(self._pages, block_ids), first_block, block_ids)
+
+    @torch.inference_mode()
+    def load_device_blocks(self, slot: int, first_block: int, block_ids: Sequence[BlockId]) -> None:
+        """`load_blocks` from pages on the device. On an accelerator the copy is ordered with the steps by its stream,
+        and nothing waits for it."""
+        copy = load_pages if self._device.type == "cpu" else gather_pages
+        copy(self._view(slot), _checked(self._device_pages, block_ids), first_block, block_ids)
+
+    @torch.inference_mode()
+    def store_device_blocks(self, slot: int, first_block: int, block_ids: Sequence[BlockId]) -> None:
+        """`store_blocks` into pages on the device, the inverse of `load_device_blocks`."""
+        copy = store_pages if self._device.type == "cpu" else scatter_pages
+        copy(self._view(slot), _checked(self._device_pages, block_ids), first_block, block_ids)
 
     @torch.inference_mode()
     def step(self, batch: Sequence[SequenceSlice]) -> list[TokenLogprobs | None]:
@@ -171,20 +202,13 @@ class TorchEngine:
         self._model = None
         self._views.clear()
         self._pool.clear()
-        self._pages = None
+        self._pages = self._device_pages = None
 
     def _view(self, slot: int) -> torch.Tensor:
         view = self._views.get(slot)
         if view is None:
             raise InvariantViolation(f"slot {slot} is not open")
         return view
-
-    def _attached(self, block_ids: Sequence[BlockId]) -> torch.Tensor:
-        if self._pages is None:
-            raise InvariantViolation("no pages are attached")
-        if block_ids and (min(block_ids) < 0 or max(block_ids) >= self._pages.shape[0]):
-            raise InvariantViolation(f"block ids must be in [0, {self._pages.shape[0]}), got {list(block_ids)}")
-        return self._pages
 
     def _check_batch(self, batch: Sequence[SequenceSlice]) -> None:
         if not batch or any(not part.tokens for part in batch):
@@ -218,6 +242,15 @@ class TorchEngine:
             if part.sampling is not None:
                 last_rows.append(row - 1)
         return tuple(slices), last_rows
+
+
+def _checked(pages: torch.Tensor | None, block_ids: Sequence[BlockId]) -> torch.Tensor:
+    """The pages, if these are some of them."""
+    if pages is None:
+        raise InvariantViolation("no pages are attached")
+    if block_ids and (min(block_ids) < 0 or max(block_ids) >= pages.shape[0]):
+        raise InvariantViolation(f"block ids must be in [0, {pages.shape[0]}), got {list(block_ids)}")
+    return pages
 
 
 def _choose(batch: Sequence[SequenceSlice], logits: Any) -> list[TokenLogprobs | None]:

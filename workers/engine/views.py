@@ -45,6 +45,21 @@ class ViewShape:
         return (num_blocks, self.layers, 2, self.kv_heads, self.block_tokens, self.head_dim)
 
 
+def allocate_pages(shape: ViewShape, num_blocks: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Pages in the memory of ``device``; their content is arbitrary.
+
+    Raises:
+        CapacityError: the allocator refused.
+    """
+    try:
+        return torch.empty(shape.pages(num_blocks), dtype=dtype, device=device)
+    except (RuntimeError, MemoryError) as error:
+        raise CapacityError(
+            f"no memory for {num_blocks} blocks on {device}: {error}; lower store.device_blocks",
+            device_blocks=num_blocks,
+        ) from error
+
+
 class ViewPool:
     """Allocates views and keeps closed ones. Not thread-safe.
 
@@ -129,6 +144,26 @@ def store_pages(view: torch.Tensor, pages: torch.Tensor, first_block: int, block
     for offset, page_start, page_stop in _runs(block_ids):
         blocks = _as_blocks(view, first_block + offset, page_stop - page_start, pages.shape[4])
         _copy(pages[page_start:page_stop], blocks.permute(3, 0, 1, 2, 4, 5))
+
+
+def gather_pages(view: torch.Tensor, pages: torch.Tensor, first_block: int, block_ids: Sequence[BlockId]) -> None:
+    """`load_pages` in one gather and one copy, wherever the pages lie in their tensor; for an accelerator, where every
+    copy is a launch. Pages and view are on one device."""
+    target = _as_blocks(view, first_block, len(block_ids), pages.shape[4])
+    target.copy_(pages[_index(block_ids, pages.device)].permute(1, 2, 3, 0, 4, 5))
+
+
+def scatter_pages(view: torch.Tensor, pages: torch.Tensor, first_block: int, block_ids: Sequence[BlockId]) -> None:
+    """`store_pages` in one copy, the inverse of `gather_pages`."""
+    source = _as_blocks(view, first_block, len(block_ids), pages.shape[4])
+    pages[_index(block_ids, pages.device)] = source.permute(3, 0, 1, 2, 4, 5)
+
+
+def _index(block_ids: Sequence[BlockId], device: torch.device) -> slice | torch.Tensor:
+    """What selects these pages: a slice of one run, which needs no memory on the device, else their ids."""
+    if block_ids and list(block_ids) == list(range(block_ids[0], block_ids[0] + len(block_ids))):
+        return slice(block_ids[0], block_ids[0] + len(block_ids))
+    return torch.tensor(block_ids, dtype=torch.long, device=device)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -168,7 +168,7 @@ class BatchAck(_message.Message):
     def __init__(self, received: _Optional[int] = ..., applied: _Optional[int] = ..., resync: _Optional[bool] = ..., refused_blocks: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("waiting_requests", "running_requests", "queued_prefill_tokens", "queued_context_tokens", "step_remaining_ns", "free_blocks", "total_blocks", "in_flight_bytes", "served_request_ids", "empty_blocks", "idle_ns")
+    __slots__ = ("waiting_requests", "running_requests", "queued_prefill_tokens", "queued_context_tokens", "step_remaining_ns", "free_blocks", "total_blocks", "in_flight_bytes", "served_request_ids", "empty_blocks", "idle_ns", "fill_mib_ns")
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +180,7 @@ class WorkerLoad(_message.Message):
     SERVED_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     EMPTY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     IDLE_NS_FIELD_NUMBER: _ClassVar[int]
+    FILL_MIB_NS_FIELD_NUMBER: _ClassVar[int]
     waiting_requests: int
     running_requests: int
     queued_prefill_tokens: int
@@ -191,7 +192,8 @@ class WorkerLoad(_message.Message):
     served_request_ids: _containers.RepeatedScalarFieldContainer[str]
     empty_blocks: int
     idle_ns: int
-    def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., queued_context_tokens: _Optional[int] = ..., step_remaining_ns: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., served_request_ids: _Optional[_Iterable[str]] = ..., empty_blocks: _Optional[int] = ..., idle_ns: _Optional[int] = ...) -> None: ...
+    fill_mib_ns: int
+    def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., queued_context_tokens: _Optional[int] = ..., step_remaining_ns: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., served_request_ids: _Optional[_Iterable[str]] = ..., empty_blocks: _Optional[int] = ..., idle_ns: _Optional[int] = ..., fill_mib_ns: _Optional[int] = ...) -> None: ...
 
 class PrefillSample(_message.Message):
     __slots__ = ("new_tokens", "context_tokens", "elapsed_ns")
