@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from kvpool.cluster.launcher import Cluster
-from kvpool.config import ClusterConfig, EngineConfig, MetadataConfig, WorkerConfig
-from kvpool.types import WorkerId
+from kvpool.config import ClusterConfig, EngineConfig, MetadataConfig, StoreConfig, WorkerConfig
+from kvpool.hashing import block_hashes
+from kvpool.types import Tier, WorkerId
 from tests.multiprocess.cluster_kit import ClusterKit, wait_until
 from workers.engine.reference import PlainModel
 
@@ -29,9 +30,10 @@ RESTART_S = 60.0
 
 @pytest.fixture(scope="module")
 def kit(tiny_model_path: Path) -> Iterator[ClusterKit]:
-    """Two workers with a tiny model and one metadata server."""
+    """Two workers with a tiny model and a device tier, and one metadata server."""
     engine = EngineConfig(model=str(tiny_model_path), num_blocks=512)
-    config = ClusterConfig(workers=(WorkerConfig(count=2, engine=engine),), metadata=MetadataConfig(lease_ms=1500))
+    group = WorkerConfig(count=2, engine=engine, store=StoreConfig(device_blocks=128))
+    config = ClusterConfig(workers=(group,), metadata=MetadataConfig(lease_ms=1500))
     kit = ClusterKit(Cluster.start(config, name="faults"))
     yield kit
     kit.close()
@@ -61,6 +63,25 @@ def _prompt(length: int, seed: int) -> tuple[int, ...]:
 
 def _expected(plain: PlainModel, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
     return tuple(item.token for item in plain.greedy(prompt, count))
+
+
+def test_what_lies_in_device_memory_is_announced_counted_and_read_from_host_memory_by_peers(
+    kit: ClusterKit, plain: PlainModel
+) -> None:
+    prompt, wanted = _prompt(321, 30), {"max_tokens": 4, "ignore_eos": True}
+    kit.warm(FIRST, prompt)
+    key, chain = kit.routes.member(FIRST).key, block_hashes(prompt, kit.info.namespace)
+    wait_until(lambda: kit.watcher.prefixes(chain).get(key) == {Tier.DEVICE: 20}, 10, "the directory shows the copies")
+    here = kit.request(prompt, **wanted)
+    hit = kit.run(kit.follow(kit.routes.redo(here.request_id, FIRST), here))
+    there = kit.request(prompt, **wanted)
+    route = kit.run(kit.connection.route(there, frozenset({key}), 10.0))
+    assert {(part.holder, part.tier) for part in route.plan.loads} <= {(key, Tier.HOST)}
+    assert hit.tokens == kit.run(kit.follow(route, there)).tokens == _expected(plain, prompt, 4)
+    worker = kit.status()["workers"][FIRST]
+    assert worker["device"]["total_blocks"] == 128
+    assert worker["device"]["blocks"] >= 20
+    assert worker["counters"]["device_fills"] >= 20
 
 
 def test_a_holder_killed_in_mid_load_costs_time_but_no_token(kit: ClusterKit, plain: PlainModel) -> None:
