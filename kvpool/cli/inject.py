@@ -35,9 +35,11 @@ from kvpool.faults.checker import Verdict, check_history
 from kvpool.faults.history import HistoryWriter, history_path, read_history
 from kvpool.faults.report import SHORT_COLUMNS, as_data, cells, html, row
 from kvpool.faults.runner import (
+    LINKS_BY,
     ClusterUnderTest,
     RunOptions,
     embedded_config,
+    open_network,
     require_possible,
     run_scenarios,
 )
@@ -146,33 +148,53 @@ def _run_all(
     needs = [require_possible(run, embedded=where.embedded) for run in runs]
     judged = []
     for need in dict.fromkeys(needs):
-        disk_path = tempfile.mkdtemp(prefix="kvpool.disks-") if need.disk else None
-        under_test = _open(where, need, disk_path)
-        try:
+        with contextlib.ExitStack() as ending:
+            under_test = _open(where, need, ending)
             for run in (run for run, its in zip(runs, needs, strict=True) if its == need):
                 judged.append(_run(under_test, run, options, folder))
-        finally:
-            progress("ending the cluster" if where.embedded else "leaving the cluster as it is")
-            under_test.close()
-            if disk_path is not None:
-                shutil.rmtree(disk_path, ignore_errors=True)
     return judged
 
 
-def _open(where: _Where, needs: Needs, disk_path: str | None) -> ClusterUnderTest:
+def _open(where: _Where, needs: Needs, ending: contextlib.ExitStack) -> ClusterUnderTest:
+    """The cluster; ``ending`` ends it, and what it stands on."""
     if where.embedded:
-        config = embedded_config(
-            needs, workers=where.workers, lease_ms=where.lease_ms, model=where.model, disk_path=disk_path
-        )
-        try:
-            return ClusterUnderTest.start(config, f"inject-{uuid.uuid4().hex[:8]}", progress, needs.ray_nodes)
-        except UnavailableError as error:  # a busy machine; what ran before must not be lost for that
-            progress(f"the cluster did not start, once more: {error.message}")
-        return ClusterUnderTest.start(config, f"inject-{uuid.uuid4().hex[:8]}", progress, needs.ray_nodes)
-    if where.address is not None:
-        return ClusterUnderTest.join(where.address, where.name or "default")
-    assert where.name is not None
-    return ClusterUnderTest.join(running_state(where.name).address, where.name)
+        under_test = _start(where, needs, ending)
+    elif where.address is not None:
+        under_test = ClusterUnderTest.join(where.address, where.name or "default")
+    else:
+        assert where.name is not None
+        under_test = ClusterUnderTest.join(running_state(where.name).address, where.name)
+    ending.callback(under_test.close)
+    ending.callback(progress, "ending the cluster" if where.embedded else "leaving the cluster as it is")
+    return under_test
+
+
+def _start(where: _Where, needs: Needs, ending: contextlib.ExitStack) -> ClusterUnderTest:
+    disk_path = None
+    if needs.disk:
+        disk_path = tempfile.mkdtemp(prefix="kvpool.disks-")
+        ending.callback(shutil.rmtree, disk_path, ignore_errors=True)
+    network = open_network(needs, progress)
+    if network is not None:
+        ending.callback(network.close)
+    config = embedded_config(
+        needs,
+        workers=where.workers,
+        lease_ms=where.lease_ms,
+        model=where.model,
+        disk_path=disk_path,
+        network=network,
+    )
+
+    def start() -> ClusterUnderTest:
+        name = f"inject-{uuid.uuid4().hex[:8]}"
+        return ClusterUnderTest.start(config, name, progress, needs.ray_nodes, network)
+
+    try:
+        return start()
+    except UnavailableError as error:  # a busy machine; what ran before must not be lost for that
+        progress(f"the cluster did not start, once more: {error.message}")
+        return start()
 
 
 def _run(
@@ -247,6 +269,7 @@ def _print_table(title: str, columns: tuple[tuple[str, str], ...], rows: Sequenc
 def _print(verdict: Verdict, path: str) -> None:
     name = verdict.story.run.get("scenario", "?")
     fallbacks = ", ".join(f"{kind} {count}" for kind, count in verdict.fallbacks.items()) or "none"
-    console.print(f"{name}: fallbacks {fallbacks}; history {path}", highlight=False)
+    links = "".join(f"; {text}" for text in verdict.story.run.get("mechanisms", ()) if text.startswith(LINKS_BY))
+    console.print(f"{name}: fallbacks {fallbacks}{links}; history {path}", highlight=False)
     for violation in verdict.violations:
         console.print(Text.assemble("  ", ("violation", "bold red"), f" {violation}"))

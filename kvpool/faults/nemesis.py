@@ -1,4 +1,4 @@
-"""The hand that breaks things: real signals to real processes, and links that misbehave inside a worker's transport.
+"""The hand that breaks things: real signals, and links cut in the kernel or made to misbehave in a worker's transport.
 
 Every strike writes a fault before it acts and a healing afterwards, and undoes what it did on every path. What was
 *killed* is healed when its successor serves; what was *paused* or *shaped* is healed when that ends. Signals reach only
@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import itertools
 import math
-import os
 import random
 import signal
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,9 @@ from kvpool.config import WorkerConfig
 from kvpool.errors import KVPoolError, RequestError, UnavailableError
 from kvpool.faults.disks import damage_files, no_space
 from kvpool.faults.history import CORRUPTING, DRAINED, KILLED, STOPPED, HistoryWriter, Kind
+from kvpool.faults.network import Network, has_network
 from kvpool.faults.probe import RecordingConnection
+from kvpool.faults.processes import listener, send, stopped
 from kvpool.metadata.client import MetadataClient
 from kvpool.metadata.disturbance import CALM, Disturbance
 from kvpool.metadata.watcher import MetadataWatcher
@@ -44,6 +46,7 @@ PAUSE_LEASES = 2.5
 POLL_S = 0.05
 CALL_TIMEOUT_S = 2.0
 NOMINAL_LINK_BYTES_PER_S = 1_000_000_000.0
+NAMESPACES, SHAPING = "network namespaces", "shaping transport"
 ACTOR_TITLES = {ROUTER_NAME: "RouterActor"}
 
 Flood = Callable[[int, int], Awaitable[None]]
@@ -63,6 +66,7 @@ class Arena:
         rng: chooses victims.
         flood: see `Flood`.
         cluster: the embedded cluster, None when it is somebody else's.
+        network: what its data planes hang on; None where links are shaped.
     """
 
     connection: RecordingConnection
@@ -73,6 +77,7 @@ class Arena:
     rng: random.Random
     flood: Flood
     cluster: Cluster | None
+    network: Network | None = None
 
 
 class Nemesis:
@@ -153,7 +158,7 @@ class Nemesis:
             pid = await self._victim(actor)
             old_key = self.key_of(WorkerId(actor))
             fault = self._fault(name, actor, KILLED, key=old_key, pid=pid)
-            _send(pid, signal.SIGKILL)
+            send(pid, signal.SIGKILL)
             await self._wait(lambda: self._serves(actor, old_key, pid), f"{actor} serves again")
             self._heal(fault, "a new process serves")
 
@@ -174,7 +179,7 @@ class Nemesis:
             fault = self._fault(name, worker_id, f"{DRAINED} through the metadata service", key=key, pid=pid)
             await asyncio.to_thread(self._drain, worker_id)
             await self._wait(lambda: self._is_idle(worker_id), f"{worker_id} is idle", DRAIN_LIMIT_S)
-            _send(pid, signal.SIGKILL)
+            send(pid, signal.SIGKILL)
             await self._wait(lambda: self._serves(worker_id, key, pid), f"{worker_id} serves again")
             self._heal(fault, "drained, ended and replaced")
 
@@ -234,9 +239,9 @@ class Nemesis:
         """SIGKILL; healed when the server is back on its port and every live worker has joined it again."""
         address = self.arena.metadata[index]
         async with self._locks[address]:
-            pid = _listener(address)
+            pid = listener(address)
             fault = self._fault(name, f"metadata-{index}", KILLED, pid=pid)
-            _send(pid, signal.SIGKILL)
+            send(pid, signal.SIGKILL)
             await self._wait(lambda: self._has_everybody(address, pid), f"{address} is whole again")
             self._heal(fault, "a new process serves")
 
@@ -244,14 +249,14 @@ class Nemesis:
         """SIGSTOP for longer than the lease; healed when it runs on."""
         address = self.arena.metadata[index]
         async with self._locks[address]:
-            pid = _listener(address)
+            pid = listener(address)
             fault = self._fault(name, f"metadata-{index}", STOPPED, pid=pid)
             await self._pause(pid)
             self._heal(fault, "SIGCONT")
             await self._wait(lambda: self._has_everybody(address, 0), f"{address} is whole again")
 
     async def _has_everybody(self, address: str, old_pid: int) -> bool:
-        if _listener(address) == old_pid:
+        if listener(address) == old_pid:
             return False
         members = await asyncio.to_thread(_members_at, address)
         actors = await asyncio.gather(
@@ -263,8 +268,30 @@ class Nemesis:
 
     async def slow_links(self, name: str, holder: WorkerId, factor: float, seconds: float) -> None:
         """Everybody's links from a holder carry a fraction of what the router has learned they carry."""
-        rate = await self._learned_rate(holder) / factor
-        await self.shape_links(name, holder, LinkShape(rate_bytes_per_s=rate), seconds)
+        rate, network = await self._learned_rate(holder) / factor, self.arena.network
+        if network is None:
+            await self.shape_links(name, holder, LinkShape(rate_bytes_per_s=rate), seconds)
+        else:
+            what = f"what it sends leaves it at {rate / 1e6:.3f} MB/s"
+            await self._cut(name, holder, what, lambda pid: network.slowed(pid, rate), seconds)
+
+    async def drop_links(self, name: str, holder: WorkerId, seconds: float) -> None:
+        """No reader gets anything from a holder."""
+        network = self.arena.network
+        if network is None:
+            await self.shape_links(name, holder, LinkShape(loss=1.0), seconds)
+        else:
+            await self._cut(name, holder, "nothing reaches or leaves it", network.dropped, seconds)
+
+    async def mute_link(self, name: str, reader: WorkerId, holder: WorkerId, seconds: float) -> None:
+        """One reader gets nothing from one holder; the other direction stays clear."""
+        network = self.arena.network
+        if network is None:
+            await self._shape(name, holder, [(reader, holder)], LinkShape(loss=1.0), seconds)
+        else:
+            to = await self._victim(reader)
+            what = f"what it sends to {reader} goes to nobody"
+            await self._cut(name, holder, what, lambda pid: network.muted(pid, to), seconds)
 
     async def shape_links(self, name: str, holder: WorkerId, shape: LinkShape, seconds: float) -> None:
         """Every reader's link from a holder has a shape for a while."""
@@ -276,9 +303,22 @@ class Nemesis:
         others = [worker for worker in self.workers() if worker != holder]
         await self._shape(name, holder, [(holder, other) for other in others], shape, seconds)
 
-    async def shape_one_way(self, name: str, reader: WorkerId, holder: WorkerId, shape: LinkShape, s: float) -> None:
-        """One reader's link from one holder has a shape; the other direction stays clear."""
-        await self._shape(name, holder, [(reader, holder)], shape, s)
+    async def _cut(
+        self, name: str, holder: WorkerId, what: str, cut: Callable[[int], AbstractContextManager[None]], seconds: float
+    ) -> None:
+        """The kernel does that to a holder's link for a while."""
+        async with self._locks[f"links-{holder}"]:
+            pid = await self._victim(holder)
+            fault = self._fault(name, holder, f"{NAMESPACES}: {what}", key=self.key_of(holder), pid=pid)
+            with contextlib.ExitStack() as until_healed:
+                try:
+                    until_healed.enter_context(cut(pid))
+                except UnavailableError:
+                    if has_network(pid):
+                        raise
+                    # Another strike was first; its successor has a link of its own, which is clear.
+                await asyncio.sleep(seconds)
+            self._heal(fault, "clear")
 
     async def _shape(
         self, name: str, holder: WorkerId, ends: list[tuple[WorkerId, WorkerId]], shape: LinkShape, seconds: float
@@ -287,7 +327,7 @@ class Nemesis:
             for at, peer in ends:  # refused here when the transport cannot be shaped, before anything is broken
                 await self._wait(partial(self._shape_end, at, peer, CLEAR), f"the links of {at} can be shaped")
             target = ",".join(f"{at}<-{peer}" for at, peer in ends)
-            mechanism = f"{CORRUPTING if shape.corruption == 1.0 else 'shaping transport'}: {shape}"
+            mechanism = f"{CORRUPTING if shape.corruption == 1.0 else SHAPING}: {shape}"
             fault = self._fault(name, target, mechanism, key=self.key_of(holder))
             try:
                 for at, peer in ends:
@@ -409,7 +449,7 @@ class Nemesis:
         self.arena.history.add(Kind.HEAL, fault=fault, how=how)
 
     async def _pause(self, pid: int) -> None:
-        async with _stopped(pid):
+        async with stopped(pid):
             await asyncio.sleep(self.pause_s)
 
     async def _wait(self, condition: Callable[[], Awaitable[bool]], what: str, limit_s: float = HEAL_LIMIT_S) -> None:
@@ -432,42 +472,6 @@ class Nemesis:
             if loop.time() > deadline_s:
                 raise UnavailableError(f"not within {limit_s:.0f} s: {what}; {last}")
             await asyncio.sleep(POLL_S)
-
-
-@contextlib.asynccontextmanager
-async def _stopped(pid: int) -> AsyncIterator[None]:
-    """A process is stopped inside; it runs on behind, whatever happens."""
-    _send(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        _send(pid, signal.SIGCONT)
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return  # another strike, or its own fence, was first
-    except PermissionError as error:
-        raise UnavailableError(f"process {pid} belongs to another user; run as that user", pid=pid) from error
-
-
-def _listener(address: str) -> int:
-    """Process of this machine that listens at an address.
-
-    Raises:
-        UnavailableError: none does.
-    """
-    port = int(address.rpartition(":")[2])
-    try:
-        connections = psutil.net_connections(kind="tcp")
-    except psutil.AccessDenied as error:
-        raise UnavailableError("this user may not see who listens at which port") from error
-    for item in connections:
-        if item.status == psutil.CONN_LISTEN and item.laddr and item.laddr.port == port and item.pid:
-            return int(item.pid)
-    raise UnavailableError(f"no process of this machine listens at {address}")
 
 
 def _members_at(address: str) -> dict[str, str]:

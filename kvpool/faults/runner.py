@@ -22,14 +22,15 @@ from kvpool.config import ClusterConfig, EngineConfig, MetadataConfig, StoreConf
 from kvpool.errors import KVPoolError, RequestError, UnavailableError
 from kvpool.faults.history import HistoryWriter, Kind
 from kvpool.faults.measures import Bounds
-from kvpool.faults.nemesis import Arena, Nemesis
+from kvpool.faults.nemesis import NAMESPACES, SHAPING, Arena, Nemesis
+from kvpool.faults.network import Network, why_not
 from kvpool.faults.probe import Auditor, ForcedLoads, RecordingConnection, watch_states
-from kvpool.faults.scenarios import Needs, Scenario
+from kvpool.faults.scenarios import Mechanism, Needs, Scenario
 from kvpool.faults.workload import Driver, WorkloadConfig, label, plan_chats, schedule
 from kvpool.metadata.client import MetadataClient
 from kvpool.metadata.watcher import MetadataWatcher
 from kvpool.request import GenerateRequest, SamplingParams
-from kvpool.transport import SHAPED
+from kvpool.transport import NETNS, SHAPED
 from kvpool.types import RequestId
 
 S = 1_000_000_000
@@ -39,6 +40,7 @@ SETTLE_LIMIT_S = 20.0
 DISK_BYTES = 256 << 20
 LOAD_OF_CAPACITY = 0.3
 MIN_RATE_RPS, MAX_RATE_RPS = 0.5, 6.0
+LINKS_BY = "links by: "
 MIN_TTFT_LIMIT_NS = 2 * S
 TTFT_LIMIT_FACTOR = 3
 
@@ -74,13 +76,21 @@ class RunOptions:
 
 
 def embedded_config(
-    needs: Needs, *, workers: int, lease_ms: int, model: str | None, disk_path: str | None = None
+    needs: Needs,
+    *,
+    workers: int,
+    lease_ms: int,
+    model: str | None,
+    disk_path: str | None = None,
+    network: Network | None = None,
 ) -> ClusterConfig:
     """Settings of a cluster on which a scenario can run; ``disk_path`` is used when it needs a disk tier."""
     engine = EngineConfig() if model is None else EngineConfig(model=model)
     if needs.num_blocks is not None:
         engine = engine.model_copy(update={"num_blocks": needs.num_blocks})
     transport = WorkerConfig().transport
+    if network is not None:
+        transport = f"{NETNS}{network.hub}:{transport}"
     store = StoreConfig(disk_path=disk_path, disk_bytes=DISK_BYTES) if needs.disk else StoreConfig()
     group = WorkerConfig(
         count=workers, engine=engine, store=store, transport=SHAPED + transport if needs.shaped else transport
@@ -88,18 +98,38 @@ def embedded_config(
     return ClusterConfig(workers=(group,), metadata=MetadataConfig(replicas=needs.metadata_replicas, lease_ms=lease_ms))
 
 
+def open_network(needs: Needs, progress: Progress) -> Network | None:
+    """What the data planes of an embedded cluster hang on, where its links are cut and the machine allows that."""
+    if not needs.links:
+        return None
+    reason = why_not()
+    if reason is not None:
+        progress(f"{LINKS_BY}{SHAPING}; {NAMESPACES} are not to be had: {reason}")
+        return None
+    progress(LINKS_BY + NAMESPACES)
+    return Network()
+
+
 class ClusterUnderTest:
     """An embedded cluster, or a running one that is somebody else's. `close` on every path."""
 
-    def __init__(self, name: str, cluster: Cluster | None) -> None:
+    def __init__(self, name: str, cluster: Cluster | None, network: Network | None = None) -> None:
         self.name = name
         self.cluster = cluster
+        self.network = network
         self.connection = ClusterConnection(name)
 
     @classmethod
-    def start(cls, config: ClusterConfig, name: str, progress: Progress, ray_nodes: int = 1) -> ClusterUnderTest:
-        """Start an embedded cluster."""
-        return cls(name, Cluster.start(config, name=name, ray_nodes=ray_nodes, progress=progress))
+    def start(
+        cls,
+        config: ClusterConfig,
+        name: str,
+        progress: Progress,
+        ray_nodes: int = 1,
+        network: Network | None = None,
+    ) -> ClusterUnderTest:
+        """Start an embedded cluster, on a network of whoever calls this."""
+        return cls(name, Cluster.start(config, name=name, ray_nodes=ray_nodes, progress=progress), network)
 
     @classmethod
     def join(cls, address: str, name: str) -> ClusterUnderTest:
@@ -229,6 +259,7 @@ class _Run:
             rng=victims,
             flood=lambda requests, tokens: driver.flood(requests, tokens, victims),
             cluster=self.under_test.cluster,
+            network=self.under_test.network,
         )
         return Nemesis(arena)
 
@@ -257,7 +288,7 @@ class _Run:
         self.history.add(
             Kind.RUN,
             scenario="+".join(scenario.name for scenario in self.scenarios),
-            mechanisms=sorted({scenario.mechanism.value for scenario in self.scenarios}),
+            mechanisms=sorted({self._made_with(scenario) for scenario in self.scenarios}),
             seed=self.options.seed,
             model=self.info.model,
             lease_ns=lease_ns,
@@ -269,6 +300,12 @@ class _Run:
         )
         for name, tokens in self.reference.answers.items():
             self.history.add(Kind.REFERENCE, prompt=name, tokens=tokens)
+
+    def _made_with(self, scenario: Scenario) -> str:
+        text: str = scenario.mechanism.value
+        if scenario.mechanism is Mechanism.LINK:
+            text = LINKS_BY + (SHAPING if self.under_test.network is None else NAMESPACES)
+        return text
 
     def _lease_ns(self) -> int:
         with MetadataClient(self.info.metadata) as client:

@@ -29,6 +29,7 @@ class Mechanism(Enum):
 
     SIGNAL = "a real signal to a real process"
     SHAPING = "the shaping transport around UCX inside the workers: no packet is touched, reads are held back or spoilt"
+    LINK = "links by network namespaces where the machine allows, by the shaping transport elsewhere"
     CLOCK = "an offset that every process of an embedded cluster adds where it reads the wall clock"
     FILES = "the workers' own files, changed in place, and the kernel's limit on the size of files"
     PUBLISHER = "a switch in the worker's publisher: batches of events are left out, sent twice or held back"
@@ -44,6 +45,7 @@ class Needs:
         metadata_replicas: at least.
         num_blocks: size of every segment; None leaves it.
         shaped: workers with the shaping transport.
+        links: workers whose links can be cut: by network namespaces where the machine allows, or else by shaping.
         embedded: a cluster that this process owns.
         ray_nodes: at least, all on this machine; more than one needs an embedded cluster.
         disk: workers with a disk tier, in a directory that is removed afterwards.
@@ -55,6 +57,7 @@ class Needs:
     embedded: bool = False
     ray_nodes: int = 1
     disk: bool = False
+    links: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         """Both at once."""
@@ -66,6 +69,7 @@ class Needs:
             self.embedded or other.embedded,
             max(self.ray_nodes, other.ray_nodes),
             self.disk or other.disk,
+            self.links or other.links,
         )
 
 
@@ -140,7 +144,12 @@ def _slow(factor: float) -> Callable[[Nemesis, str], Awaitable[None]]:
 
 async def _one_way(nemesis: Nemesis, name: str) -> None:
     holder, reader = await nemesis.pair()
-    await nemesis.shape_one_way(name, reader, holder, LinkShape(loss=1.0), LINK_FAULT_S)
+    await nemesis.mute_link(name, reader, holder, LINK_FAULT_S)
+
+
+async def _drop(nemesis: Nemesis, name: str) -> None:
+    holder, _ = await nemesis.pair()
+    await nemesis.drop_links(name, holder, LINK_FAULT_S)
 
 
 async def _corrupt(nemesis: Nemesis, name: str) -> None:
@@ -194,7 +203,7 @@ def _disturbed(disturbance: Disturbance) -> Callable[[Nemesis, str], Awaitable[N
 
 
 _SIGNAL, _SHAPING = Mechanism.SIGNAL, Mechanism.SHAPING
-_TWO_REPLICAS, _SHAPED = Needs(metadata_replicas=2), Needs(shaped=True)
+_TWO_REPLICAS, _SHAPED, _LINKS = Needs(metadata_replicas=2), Needs(shaped=True), Needs(shaped=True, links=True)
 _DISK = Needs(num_blocks=TINY_SEGMENT_BLOCKS, embedded=True, disk=True)
 _STALE = Needs(num_blocks=TINY_SEGMENT_BLOCKS, shaped=True)
 
@@ -346,33 +355,33 @@ _ALL = (
         "link-slow-10x",
         "links from a holder at a tenth of the rate the router has learned",
         "late loads give way to computing",
-        _SHAPING,
+        Mechanism.LINK,
         _slow(10),
-        _SHAPED,
+        _LINKS,
     ),
     Scenario(
         "link-slow-100x",
         "the same at a hundredth",
         "a load that cannot end in time costs no more than its deadline",
-        _SHAPING,
+        Mechanism.LINK,
         _slow(100),
-        _SHAPED,
+        _LINKS,
     ),
     Scenario(
         "link-drop",
         "reads from a holder are never answered",
         "silence ends at the stall bound",
-        _SHAPING,
-        _shaped(LinkShape(loss=1.0)),
-        _SHAPED,
+        Mechanism.LINK,
+        _drop,
+        _LINKS,
     ),
     Scenario(
         "link-one-way",
         "one reader gets nothing from one holder",
         "a partial partition costs that pair its loads and nobody a request",
-        _SHAPING,
+        Mechanism.LINK,
         _one_way,
-        _SHAPED,
+        _LINKS,
     ),
     Scenario(
         "link-stall",

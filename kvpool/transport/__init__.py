@@ -11,6 +11,9 @@ TRANSPORTS = ("ucx", "nixl", "memory")
 SHAPED = "shaped:"
 """Prefix of a name: the same transport with links that can be made slow, lossy or corrupt, for fault runs."""
 
+NETNS = "netns:"
+"""Prefix of a name, before the name of a hub and a colon: UCX in a network namespace of its own, for fault runs."""
+
 
 def create_transport(
     name: str,
@@ -34,6 +37,11 @@ def create_transport(
         from kvpool.transport.shaping import ShapingTransport
 
         return ShapingTransport(create_transport(name.removeprefix(SHAPED), settings, on_failure=on_failure))
+    if name.startswith(NETNS):
+        hub, _, inner = name.removeprefix(NETNS).partition(":")
+        if inner != "ucx":
+            raise ConfigError(f"'{NETNS}HUB:ucx' is all there is, not {name!r}", field="transport")
+        return _in_namespace(hub, settings or {}, on_failure)
     if name == "memory":
         from kvpool.transport.memory import MemoryTransport
 
@@ -47,3 +55,15 @@ def create_transport(
 
         return NixlTransport(NixlOptions.from_settings(settings or {}), on_failure=on_failure)
     raise ConfigError(f"unknown transport {name!r}; known are {', '.join(TRANSPORTS)}", field="transport")
+
+
+def _in_namespace(
+    hub: str, settings: Mapping[str, str], on_failure: Callable[[BaseException], None] | None
+) -> Transport:
+    from kvpool.transport.netns import NamespacedTransport
+    from kvpool.transport.ucx import UcxOptions, UcxTransport
+
+    def make(kept: Mapping[str, str]) -> Transport:
+        return UcxTransport(UcxOptions(settings={**settings, **kept}), on_failure=on_failure)
+
+    return NamespacedTransport(hub, make)

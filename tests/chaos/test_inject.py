@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from pathlib import Path
@@ -11,15 +12,23 @@ import pytest
 
 from kvpool.faults.checker import check_history
 from kvpool.faults.history import HistoryWriter, read_history
-from kvpool.faults.runner import ClusterUnderTest, RunOptions, embedded_config, require_possible, run_scenarios
+from kvpool.faults.nemesis import NAMESPACES, SHAPING
+from kvpool.faults.runner import (
+    ClusterUnderTest,
+    RunOptions,
+    embedded_config,
+    open_network,
+    require_possible,
+    run_scenarios,
+)
 from kvpool.faults.scenarios import find_scenario
 from kvpool.faults.workload import WorkloadConfig, label, plan_chats
 from workers.engine.reference import PlainModel
 
 pytestmark = pytest.mark.cluster
 
-MIX = ("kill-holder", "link-corrupt", "kill-metadata", "pause-router")
-OPTIONS = RunOptions(seed=11, duration_s=0.0, baseline_s=3.0, rate_rps=4.0)
+MIX = ("kill-holder", "link-corrupt", "link-drop", "kill-metadata", "pause-router")
+OPTIONS = RunOptions(seed=4, duration_s=0.0, baseline_s=3.0, rate_rps=4.0)
 
 
 def _silent(_: str) -> None:
@@ -29,17 +38,21 @@ def _silent(_: str) -> None:
 def test_a_mix_of_faults_under_load_loses_nothing_and_changes_no_token(tiny_model_path: Path, tmp_path: Path) -> None:
     scenarios = [find_scenario(name) for name in MIX]
     needs = require_possible(scenarios, embedded=True)
-    config = embedded_config(needs, workers=3, lease_ms=1500, model=str(tiny_model_path))
     path = tmp_path / "history.jsonl"
-    under_test = ClusterUnderTest.start(config, "chaos", _silent)
-    try:
+    with contextlib.ExitStack() as ending:
+        network = open_network(needs, _silent)
+        if network is not None:
+            ending.callback(network.close)
+        config = embedded_config(needs, workers=3, lease_ms=1500, model=str(tiny_model_path), network=network)
+        under_test = ClusterUnderTest.start(config, "chaos", _silent, network=network)
+        ending.callback(under_test.close)
         with HistoryWriter(path, time.monotonic_ns) as history:
             asyncio.run(run_scenarios(under_test, scenarios, OPTIONS, history, _silent))
-    finally:
-        under_test.close()
     verdict = check_history(read_history(path), OPTIONS.bounds)
     assert [str(item) for item in verdict.violations] == []
-    assert {fault.name for fault in verdict.story.faults.values()} == set(MIX)
+    made = {fault.name: fault.mechanism for fault in verdict.story.faults.values()}
+    assert set(made) == set(MIX)
+    assert made["link-drop"].startswith(SHAPING if network is None else NAMESPACES)
     assert any(request.attempts[-1].holders for request in verdict.story.requests.values() if request.attempts)
     _check_reference(verdict.story.references, tiny_model_path)
 

@@ -76,7 +76,7 @@ def test_a_file_that_is_no_history_is_refused_by_line(tmp_path: Path) -> None:
 
 def test_a_mix_needs_what_its_scenarios_need_together() -> None:
     needs = SCENARIOS["kill-one-replica"].needs | SCENARIOS["link-drop"].needs | SCENARIOS["evict-storm"].needs
-    assert needs == Needs(metadata_replicas=2, num_blocks=128, shaped=True)
+    assert needs == Needs(metadata_replicas=2, num_blocks=128, shaped=True, links=True)
 
 
 def test_another_store_is_printed_beside_ours_a_table_a_fault(capsys: pytest.CaptureFixture[str]) -> None:
