@@ -108,11 +108,12 @@ class Nemesis:
         load = await self.arena.connection.next_load(LOAD_WAIT_S)
         if load is not None:
             return load[0].worker_id, load[1].worker_id
-        alive = self.workers()
-        if len(alive) < 2:
-            raise UnavailableError(f"a strike needs two live workers, there are {len(alive)}")
-        first, second = self.arena.rng.sample(alive, 2)
+        await self._wait(self._two_live, "two workers live")  # none are known while a directory comes back
+        first, second = self.arena.rng.sample(self.workers(), 2)
         return first, second
+
+    async def _two_live(self) -> bool:
+        return len(self.workers()) >= 2
 
     def workers(self) -> list[WorkerId]:
         """Live members, by name."""
