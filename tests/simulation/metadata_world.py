@@ -566,7 +566,7 @@ class World:
     def check_agreement(self) -> None:
         """After healing: replicas and routers know exactly the truth, and nobody waits for anything."""
         alive = {worker.info.key: worker for worker in self.workers}
-        truth = {(key, tier, item) for key, worker in alive.items() for item, tier in worker.held.items()}
+        truth = {(key, tier, item) for key, worker in alive.items() for tier, item in worker.snapshot()}
         for worker in self.incarnations.values():
             if worker.info.key not in alive:
                 assert not worker.up or not worker.links, f"zombie {worker.info.key} was not fenced"

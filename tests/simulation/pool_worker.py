@@ -24,9 +24,10 @@ from kvpool.types import BlockHash, MemberInfo, Tier, WorkerKey
 from tests.contract.metadata_support import member
 from tests.simulation.metadata_world import Worker
 from tests.simulation.pool_transport import SimTransport
-from tests.worker_support import FakeEngine, namespace
+from tests.worker_support import WatchedFake, namespace
 from workers.block_table import BlockTable
 from workers.bridge import Bridge
+from workers.device_copies import DeviceCopies
 from workers.engine.base import SequenceSlice
 from workers.engine_loop import EngineLoop, LoopParts
 from workers.flights import Flights, open_ended
@@ -47,7 +48,7 @@ CALIBRATION = tuple(PrefillSample(tokens, 0, PASS_NS + tokens * TOKEN_NS) for to
 Sink = Callable[[TokenChunk | KVPoolError], None]
 
 
-class TimedEngine(FakeEngine):
+class TimedEngine(WatchedFake):
     """Computing takes simulated time."""
 
     def __init__(self, spend: Callable[[int], None]) -> None:
@@ -89,9 +90,20 @@ class PoolWorker(Worker):
         size = self.engine.layout.block_bytes
         self.memory = bytearray(self.blocks * size)
         memory = memoryview(self.memory)
-        config = SegmentConfig(size, self.blocks, Tier.HOST, lease_ns=world.swarm.read_lease_ns)
+        config = SegmentConfig(
+            size,
+            self.blocks,
+            Tier.HOST,
+            lease_ns=world.swarm.read_lease_ns,
+            device_blocks=world.swarm.device_blocks,
+        )
         self.segment = Segment(config, memory, self, lambda: self.now_ns)
         self.engine.attach_pages(memory, self.blocks)
+        self.device: DeviceCopies | None = None
+        if self.segment.device is not None:
+            self.engine.attach_device_pages(config.device_blocks)
+            self.engine.core = self  # type: ignore[assignment]
+            self.device = DeviceCopies(self.engine, self.segment.device, lambda: self.now_ns)
         self.transport = SimTransport(self)
         self.gate = Gate(BLOCK_TOKENS)
         self.scheduler = Scheduler(SchedulerConfig(**world.swarm.limits), self.segment, self.gate)
@@ -111,7 +123,7 @@ class PoolWorker(Worker):
                 engine=self.engine,
                 scheduler=self.scheduler,
                 gate=self.gate,
-                bridge=Bridge(self.engine, self.segment),
+                bridge=Bridge(self.engine, self.segment, self.device),
                 flights=self.flights,
                 reporter=self.reporter,
                 lock=threading.RLock(),
@@ -138,7 +150,7 @@ class PoolWorker(Worker):
             data_address=worker_id.encode(),
             block_tokens=BLOCK_TOKENS,
             block_bytes=self.engine.layout.block_bytes,
-            capacity_blocks=(0, self.blocks, 0),
+            capacity_blocks=(self.world.swarm.device_blocks, self.blocks, 0),
             calibration=CALIBRATION,
         )
 
@@ -173,13 +185,10 @@ class PoolWorker(Worker):
 
     # -- the truth, and who is told
 
-    @property
-    def held(self) -> dict[BlockHash, Tier]:  # type: ignore[override]
-        return dict.fromkeys(self.segment.held_hashes(), Tier.HOST)
-
-    @held.setter
-    def held(self, value: Any) -> None:
-        """The base class starts with nothing."""
+    def snapshot(self) -> list[tuple[Tier, BlockHash]]:
+        tier = self.segment.device
+        in_device = [] if tier is None else [(Tier.DEVICE, item) for item in tier.held()]
+        return [(Tier.HOST, item) for item in self.segment.held_hashes()] + in_device
 
     def change(self) -> None:
         """Blocks change because requests run."""
@@ -205,6 +214,7 @@ class PoolWorker(Worker):
             free_blocks=self.segment.available_blocks,
             total_blocks=self.blocks,
             in_flight_bytes=self.flights.in_flight_bytes,
+            fill_mib_ns=0 if self.device is None else self.device.speed.mib_ns,
         )
 
     # -- requests

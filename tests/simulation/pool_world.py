@@ -50,6 +50,7 @@ class Swarm:
     Attributes:
         kinds: fault kinds that happen.
         num_blocks: size of a segment; small ones evict all the time.
+        device_blocks: size of the device tier over it, 0 for none.
         limits: of the scheduler.
         read_lease_ns: of the segment; short ones run out under a read.
         landing_ns: bound on how long a piece takes to land.
@@ -62,6 +63,7 @@ class Swarm:
     read_lease_ns: int
     landing_ns: int
     rate_ns: int
+    device_blocks: int = 0
     faults: Faults = field(default_factory=Faults)
 
     @classmethod
@@ -82,6 +84,7 @@ class Swarm:
             read_lease_ns=rng.choice([20, 200, 30_000]) * MS,
             landing_ns=rng.choice([1, 2 * MS, 40 * MS]),
             rate_ns=rng.choice([15, 30, 60]) * MS,
+            device_blocks=random.Random(f"device {seed}").choice([0, 7, 24]),
             faults=Faults(
                 drop=network if "drop" in kinds else 0.0,
                 duplicate=network if "duplicate" in kinds else 0.0,
@@ -368,6 +371,8 @@ class PoolWorld(World):
         counts = {"asks": len(self.asks), "loaded": sum(ask.loaded for ask in self.asks)}
         counts["retried"] = sum(bool(ask.failed) for ask in self.asks)
         counts["evictions"] = sum(worker.segment.totals()["evictions"] for worker in workers)
+        tiers = [worker.device.counters for worker in workers if worker.device is not None]
+        counts["device_fills"] = sum(counters["device_fills"] for counters in tiers)
         counts["preemptions"] = sum(worker.scheduler.preemptions for worker in workers)
         for worker in workers:
             for name, times in worker.reporter.counters.items():

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvpool.store.device import DeviceTier
 from kvpool.store.pool import BlockPool
 from kvpool.store.segment import Segment
 from kvpool.transfer import loader
@@ -45,12 +46,12 @@ def test_a_run_is_reproducible() -> None:
 def test_seeds_draw_every_kind_of_fault_and_loads_succeed_and_fail_in_every_way() -> None:
     assert {kind for seed in range(SEEDS) for kind in Swarm.draw(seed).kinds} == set(KINDS)
     seen: dict[str, int] = {}
-    for seed in (2, 6, 11, 13, 16, 36, 39):
+    for seed in (1, 2, 6, 13, 16, 36, 39):
         world = PoolWorld(seed)
         world.run()
         for name, times in world.totals().items():
             seen[name] = seen.get(name, 0) + times
-    for name in ("loaded", "evictions", "preemptions", "loads_given_up"):
+    for name in ("loaded", "evictions", "preemptions", "loads_given_up", "device_fills"):
         assert seen[name] > 0, name
     assert {name for name in seen if name.startswith("load_failures.")} >= {
         "load_failures.stale", "load_failures.stall", "load_failures.integrity", "load_failures.deadline_exceeded",
@@ -89,6 +90,10 @@ def _hides_evictions(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockPool, "allocate", allocate)
 
 
+def _forgets_to_drop_device_copies(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DeviceTier, "drop", lambda self, hashes: None)
+
+
 def _keeps_promises_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ledger, "expire", lambda self, now_ns: ())
 
@@ -100,6 +105,7 @@ def _keeps_promises_for_ever(patch: pytest.MonkeyPatch) -> None:
         _forgets_to_unpin,
         _frees_pages_when_a_load_is_given_up,
         _hides_evictions,
+        _forgets_to_drop_device_copies,
         _keeps_promises_for_ever,
     ],
 )

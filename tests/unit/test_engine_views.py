@@ -10,6 +10,7 @@ import torch
 
 from kvpool.errors import CapacityError, InvariantViolation
 from tests.engine_parity import block_ids
+from workers.engine import views
 from workers.engine.views import (
     ViewPool,
     ViewShape,
@@ -64,8 +65,12 @@ def test_storing_and_loading_any_blocks_gives_the_same_tokens_back(seed: int) ->
     assert torch.equal(target, expected)
 
 
+@pytest.mark.parametrize("gather_blocks", [1, 3, 100])
 @pytest.mark.parametrize("ids", [(), (3,), (4, 5, 6), (7, 2, 3, 0)])
-def test_one_gather_copies_what_run_by_run_copies(ids: tuple[int, ...]) -> None:
+def test_one_gather_copies_what_run_by_run_copies(
+    ids: tuple[int, ...], gather_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(views, "GATHER_BYTES", gather_blocks * BLOCK_BYTES)
     cpu = torch.device("cpu")
     runs, gathered = (allocate_pages(SHAPE, 8, dtype=torch.float32, device=cpu).zero_() for _ in range(2))
     source = random_view(40)

@@ -23,6 +23,8 @@ from kvpool.types import BlockId
 MIN_CAPACITY_TOKENS = 256
 """Capacities are rounded up to this times a power of two, so that closed views fit new sequences."""
 
+GATHER_BYTES = 256 << 20
+
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 """Integer dtype of the same width as an element."""
 
@@ -148,20 +150,30 @@ def store_pages(view: torch.Tensor, pages: torch.Tensor, first_block: int, block
 
 def gather_pages(view: torch.Tensor, pages: torch.Tensor, first_block: int, block_ids: Sequence[BlockId]) -> None:
     """`load_pages` in one gather and one copy, wherever the pages lie in their tensor; for an accelerator, where every
-    copy is a launch. Pages and view are on one device."""
-    target = _as_blocks(view, first_block, len(block_ids), pages.shape[4])
-    target.copy_(pages[_index(block_ids, pages.device)].permute(1, 2, 3, 0, 4, 5))
+    copy is a launch; a gather takes at most `GATHER_BYTES` of memory for the moment. Pages and view are on one
+    device."""
+    for start, ids in _pieces(block_ids, pages):
+        target = _as_blocks(view, first_block + start, len(ids), pages.shape[4])
+        target.copy_(pages[_index(ids, pages.device)].permute(1, 2, 3, 0, 4, 5))
 
 
 def scatter_pages(view: torch.Tensor, pages: torch.Tensor, first_block: int, block_ids: Sequence[BlockId]) -> None:
-    """`store_pages` in one copy, the inverse of `gather_pages`."""
-    source = _as_blocks(view, first_block, len(block_ids), pages.shape[4])
-    pages[_index(block_ids, pages.device)] = source.permute(3, 0, 1, 2, 4, 5)
+    """`store_pages` in one copy, the inverse of `gather_pages`, bounded alike."""
+    for start, ids in _pieces(block_ids, pages):
+        source = _as_blocks(view, first_block + start, len(ids), pages.shape[4])
+        pages[_index(ids, pages.device)] = source.permute(3, 0, 1, 2, 4, 5)
+
+
+def _pieces(block_ids: Sequence[BlockId], pages: torch.Tensor) -> Iterator[tuple[int, Sequence[BlockId]]]:
+    """The ids in pieces of at most `GATHER_BYTES`, each with the index of its first."""
+    size = max(1, GATHER_BYTES // (pages.stride(0) * pages.itemsize))
+    for start in range(0, len(block_ids), size):
+        yield start, block_ids[start : start + size]
 
 
 def _index(block_ids: Sequence[BlockId], device: torch.device) -> slice | torch.Tensor:
     """What selects these pages: a slice of one run, which needs no memory on the device, else their ids."""
-    if block_ids and list(block_ids) == list(range(block_ids[0], block_ids[0] + len(block_ids))):
+    if list(block_ids) == list(range(block_ids[0], block_ids[0] + len(block_ids))):
         return slice(block_ids[0], block_ids[0] + len(block_ids))
     return torch.tensor(block_ids, dtype=torch.long, device=device)
 
