@@ -125,6 +125,23 @@ def test_the_twin_of_a_sealed_block_is_not_taken_from_the_view() -> None:
     assert bench.in_tier(second) == []
 
 
+def test_what_is_known_of_a_view_is_forgotten_with_it() -> None:
+    bench = Bench()
+    sequence = bench.sequence()
+    bench.pages(sequence, *[PageState.FILLED] * 3)
+    fill(bench, sequence, 3, 12)
+    bench.segment.release(sequence.table.clear())
+    sequence.restart()
+    sequence.slot = bench.engine.open(16)
+    bench.pages(sequence, *[PageState.FILLED] * 3)
+    bench.compute(sequence, 12)
+    bench.bridge.seal(sequence)
+    assert bench.in_tier(sequence) == []
+    sequence.offers[0] = True
+    sequence.restart()
+    assert not sequence.offers
+
+
 def test_a_fill_takes_places_where_there_are_some_and_pages_elsewhere() -> None:
     bench = Bench(device_blocks=2)
     first, second = bench.sequence(), bench.sequence()
