@@ -15,10 +15,11 @@ from router.signals import Column, RequestView, Snapshot, usable_blocks
 def await_disks(wait: Column, request: RequestView, snapshot: Snapshot) -> None:
     """Raise the waits of workers that would read a part of the prompt from their own disk."""
     footprint, limit = snapshot.footprint, usable_blocks(request, snapshot.footprint.block_tokens)
+    disk = Tier.DISK
     for key, tiers in snapshot.prefixes.items():
-        if Tier.DISK not in tiers:
+        if disk not in tiers:
             continue
-        on_disk, position = tiers[Tier.DISK], snapshot.positions.get(key)
+        on_disk, position = tiers[disk], snapshot.positions.get(key)
         if position is None:
             continue
         memory = min(limit, max((held for tier, held in tiers.items() if tier is not Tier.DISK), default=0))

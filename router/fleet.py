@@ -16,7 +16,7 @@ from kvpool.reports import WorkerLoad
 from kvpool.types import MemberState, Role, Tier, WorkerId, WorkerKey
 from router.estimators import LinkCurve, LinkEstimators, PrefillCurve
 from router.ledger import Totals
-from router.signals import NO_ARRIVALS, Columns, Floats, LinkRow, WorkerView
+from router.signals import LEAST_PREFILL_NS, NO_ARRIVALS, Columns, Floats, LinkRow, WorkerView
 
 ROW_AGE_NS = 250_000_000
 ARRIVAL_MEMORY_NS = 30_000_000_000  # requests older than this hardly count in a worker's arrival rate
@@ -120,7 +120,7 @@ class Fleet:
     def set_curve(self, key: WorkerKey, curve: PrefillCurve) -> None:
         """What was learned of a member's prefill, beside what decodes there now (`PrefillCurve.beside`)."""
         position = self.index[key]
-        self.columns.t0_ns[position] = curve.t0_ns
+        self.columns.t0_ns[position] = max(curve.t0_ns, LEAST_PREFILL_NS)
         self.columns.token_ns[position] = curve.token_ns
         self.columns.pair_ns[position] = curve.pair_ns
         self._fastest = None

@@ -185,7 +185,6 @@ def _score_arrays(
     keep = keep_ns(request, snapshot, params.harm, owners)
     if keep is not None:
         score += keep
-    np.fmax(score, wait, out=score)  # nothing to compute times an endless crowd is undefined
     least = score.item(score.argmin())
     if least == math.inf:
         raise nobody(request, snapshot)
@@ -218,13 +217,10 @@ def _score_lists(
     redo = _redo_list(request, snapshot, curves, owners)
     crowd = _crowd_list(snapshot, params.harm, wait)
     keep = _keep_list(request, snapshot, params.harm, owners)
-    cap_ns, endless = params.harm.cap_ns, math.inf
-    score = [
-        w + r + (r if r < cap_ns else cap_ns) * c + k if w < endless else w
-        for w, r, c, k in zip(wait, redo, crowd, keep, strict=True)
-    ]
+    cap_ns = params.harm.cap_ns
+    score = [w + r + (r if r < cap_ns else cap_ns) * c + k for w, r, c, k in zip(wait, redo, crowd, keep, strict=True)]
     least = min(score)
-    if least == endless:
+    if least == math.inf:
         raise nobody(request, snapshot)
     position = score.index(least)
     if score.count(least) > 1:

@@ -32,6 +32,9 @@ Column = list[float] | Floats
 NO_ARRIVALS = 1e-200
 """Least of ``Columns.arrivals``: nothing, and yet times an endless wait it is endless and not undefined."""
 
+LEAST_PREFILL_NS = 1e-200
+"""Least of the fixed time of a prefill, for the same reason."""
+
 NEVER_NS = -np.inf
 """``Columns.reported_ns`` of a worker that has not reported yet."""
 
@@ -85,7 +88,8 @@ class Columns:
         queued_tokens: prompt tokens to compute, reported and promised.
         empty_blocks: blocks that can come without anything leaving.
         arrivals: decayed count of requests routed to the worker; `arrival_scale` turns it into a rate.
-        curves: prefill curves (`router.estimators.PrefillCurve`), one row per coefficient: t0, per token, per pair.
+        curves: prefill curves (`router.estimators.PrefillCurve`), one row per coefficient: t0 (at least
+            `LEAST_PREFILL_NS`), per token, per pair.
     """
 
     closed_ns: Floats

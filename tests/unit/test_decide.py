@@ -12,9 +12,10 @@ from kvpool.errors import UnavailableError
 from kvpool.plan import PlanKind
 from kvpool.types import MemberState, Role, Tier
 from router.decide import decide
-from router.estimators import LinkCurve, PrefillCurve
+from router.estimators import LinkCurve, LinkEstimators, PrefillCurve
+from router.fleet import Fleet
 from router.planning import Harm, Params
-from router.signals import NO_ARRIVALS, Features
+from router.signals import NO_ARRIVALS, Features, WorkerView
 from tests.unit.router_kit import MS, FixedFailures, S, Worker, key, request, snapshot
 
 PARAMS = Params()
@@ -178,10 +179,11 @@ def test_no_eligible_worker_is_an_error_that_says_what_to_do() -> None:
 
 @pytest.mark.parametrize("few", [0, 24])
 def test_a_worker_that_may_not_be_taken_is_not_even_when_it_learned_that_prefill_costs_nothing(few: int) -> None:
-    free = Worker(0, curve=PrefillCurve(t0_ns=0.0, token_ns=0.0, pair_ns=0.0))
-    shot = snapshot([free, Worker(1, wait_ns=50 * MS)])._replace(arrival_scale=1e-9)
-    made = decide(request(exclude=frozenset({key(0)})), shot, Params(), few=few)
-    assert made.worker == key(1)
+    fleet = Fleet(LinkEstimators())
+    fleet.put(WorkerView(key(0), Role.MIXED, MemberState.ALIVE), PrefillCurve(0.0, 0.0, 0.0))
+    shot = snapshot([Worker(0), Worker(1, wait_ns=50 * MS)])._replace(arrival_scale=1e-9)
+    shot.columns.curves[:, 0] = fleet.columns.curves[:, 0]
+    assert decide(request(exclude=frozenset({key(0)})), shot, PARAMS, few=few).worker == key(1)
 
 
 def test_a_silent_worker_is_taken_only_when_nothing_known_is_better() -> None:

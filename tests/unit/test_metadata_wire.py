@@ -121,7 +121,7 @@ def test_every_heartbeat_survives(beat: events.Heartbeat) -> None:
     ],
 )  # fmt: skip
 def test_every_field_of_a_value_has_a_field_on_the_wire(value: Any, message: Any) -> None:
-    assert {field.name for field in fields(value)} <= set(message.DESCRIPTOR.fields_by_name)
+    assert set(value.__annotations__) <= set(message.DESCRIPTOR.fields_by_name)
 
 
 def test_malformed_messages_are_refused_by_field() -> None:
