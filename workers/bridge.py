@@ -49,8 +49,8 @@ class Bridge:
         table = sequence.table
         computed_blocks = sequence.computed_tokens // table.block_tokens
         ready = table.sealable(computed_blocks)
-        blank = [index for index in ready if table.state(index) is PageState.BLANK]
-        self._store(sequence, blank)
+        blank = {index: None for index in ready if table.state(index) is PageState.BLANK}
+        self._store(sequence, list(blank))
         fresh = [
             SealRequest(_page(sequence, index), table.chain[index], table.parent_of(index), self.work_of(index))
             for index in ready

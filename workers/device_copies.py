@@ -28,6 +28,9 @@ COUNTERS = (
     *("device_promotions", "device_stores"),
 )
 
+OFFERS_AT_ONCE = 128
+"""Bounds how long the segment's lock is held."""
+
 _KEEP = 0.8
 _MIB = 1 << 20
 
@@ -85,8 +88,14 @@ class DeviceCopies:
         """Copy what the request offers from its view into the tier, as far as that has room."""
         if not request.offers:
             return
-        table, indices = request.table, sorted(request.offers)
-        offers = [Offer(table.chain[index], table.chain[index - 1] if index else None) for index in indices]
+        indices = sorted(request.offers)
+        for start in range(0, len(indices), OFFERS_AT_ONCE):
+            self._take(request, indices[start : start + OFFERS_AT_ONCE])
+        request.offers.clear()
+
+    def _take(self, request: Request, indices: list[int]) -> None:
+        chain = request.table.chain
+        offers = [Offer(chain[index], chain[index - 1] if index else None) for index in indices]
         admitted = [(indices[number], place) for number, place in self._tier.admit(offers)]
         for _, group in groupby(enumerate(admitted), lambda item: item[1][0] - item[0]):
             run = [item for _, item in group]
@@ -94,7 +103,6 @@ class DeviceCopies:
         promoted = sum(request.offers[index] for index, _ in admitted)
         self.counters["device_promotions"] += promoted
         self.counters["device_stores"] += len(admitted) - promoted
-        request.offers.clear()
 
     def _places(self, request: Request, first_block: int, count: int) -> list[BlockId | None]:
         """Of each block its place in the tier. Only sealed pages have an identity that the request holds on to, so that

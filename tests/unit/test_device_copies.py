@@ -8,6 +8,7 @@ import pytest
 from kvpool.plan import REDO
 from kvpool.store.segment import Segment, SegmentConfig
 from tests.worker_support import FakeEngine, RecordingPublisher, kv_of, make_request, namespace
+from workers import device_copies
 from workers.block_table import BlockTable, PageState
 from workers.bridge import Bridge
 from workers.device_copies import FIRST_MIB_NS, DeviceCopies, FillSpeed
@@ -123,6 +124,18 @@ def test_the_twin_of_a_sealed_block_is_not_taken_from_the_view() -> None:
     bench.bridge.seal(second)
     assert second.table.pages() == first.table.pages()
     assert bench.in_tier(second) == []
+
+
+def test_offers_are_taken_in_pieces_and_a_chain_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_copies, "OFFERS_AT_ONCE", 1)
+    bench = Bench()
+    sequence = bench.sequence()
+    bench.pages(sequence, *[PageState.BLANK] * 3)
+    bench.compute(sequence, 12)
+    bench.bridge.seal(sequence)
+    places = [bench.tier.held()[item] for item in sequence.table.chain]
+    assert bench.engine._device_pages is not None
+    assert np.array_equal(bench.engine._device_pages[places].reshape(12, -1), kv_of(TOKENS, 0))
 
 
 def test_what_is_known_of_a_view_is_forgotten_with_it() -> None:
