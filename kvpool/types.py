@@ -53,8 +53,10 @@ class MemberState(Enum):
 
 
 class WorkerKey(NamedTuple):
-    """One incarnation of one worker: the only thing that identifies a peer. A tuple, since it is a key of most
-    dictionaries and hashes five times as fast as one."""
+    """One incarnation of one worker: the only thing that identifies a peer.
+
+    A tuple, which hashes without a call into Python.
+    """
 
     worker_id: WorkerId
     worker_epoch: WorkerEpoch
