@@ -1,6 +1,6 @@
 """The data plane against the machine: a verified load between two processes beside memcpy and a plain socket.
 
-Every figure is a batch of 64 MiB of blocks that are neighbours in both segments, as the range allocator lays chains
+Every figure is a batch of 128 MiB of blocks that are neighbours in both segments, as the range allocator lays chains
 out, checksum and identity verified; one row shows blocks scattered over both. memcpy copies the same bytes inside one
 process; the socket receives them with ``recv_into`` and verifies nothing. Runs are interleaved.
 """
@@ -35,7 +35,7 @@ from kvpool.transport.base import ReadRequest, ReadState
 from kvpool.transport.ucx import UcxTransport
 
 KIB, MIB = 1 << 10, 1 << 20
-BATCH_BYTES = 64 * MIB
+BATCH_BYTES = 128 * MIB
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
 FABRICS = {"same host": {}, "tcp loopback": {"TLS": "tcp,self"}}
 MEMCPY_BARS = {64 * KIB: 0.35, MIB: 0.6}

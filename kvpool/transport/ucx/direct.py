@@ -27,7 +27,7 @@ from kvpool.transport.host import host_id
 from kvpool.transport.verify import Check
 from kvpool.transport.wire import Window
 
-CALL_BYTES = 512 << 10  # fits the cache of a core, so that the checksum reads what the copy just wrote
+CALL_BYTES = 1 << 20  # fits the cache of a core, so that the checksum reads what the copy just wrote
 CALL_FRAGMENTS = 512  # the kernel takes 1,024
 SHARED_MEMORY_TLS = ("all", "cma", "sm", "shm")
 _COOKIE_BYTES = 8

@@ -19,7 +19,7 @@ from kvpool.transport.ucx.settings import UcxOptions
 from kvpool.transport.verify import Helpers
 from kvpool.transport.wire import Window, data_tag
 
-FETCH_BYTES = 2 << 20  # what a helper fetches before it reports
+FETCH_BYTES = 4 << 20  # what a helper fetches before it reports
 _MANY = 1 << 30  # runs, where their number is not limited
 
 OnFetched = Callable[[Link, list[Flight], Fetched, int], None]

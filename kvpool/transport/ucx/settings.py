@@ -89,7 +89,7 @@ class UcxOptions:
     settings: Mapping[str, str] = field(default_factory=dict)
     max_run_bytes: int = 8 * MIB
     pull_bytes: int = 16 * MIB
-    max_fetch_bytes: int = 512 * KIB
+    max_fetch_bytes: int = 4 * MIB
     link_window_bytes: int = 32 * MIB
     fetch_window_bytes: int = 64 * MIB
     process_window_bytes: int = 128 * MIB
