@@ -262,10 +262,8 @@ def holdings(request: RequestView, snapshot: Snapshot) -> list[Holding]:
             clipped = held if held < limit else limit
             if clipped > blocks or (clipped == blocks and tier < best_tier):
                 blocks, best_tier = clipped, tier
-        if best_tier is Tier.DEVICE and key in snapshot.fills:
-            best_tier = Tier.HOST
         if blocks > 0:
-            found.append(Holding(position, blocks, best_tier))
+            found.append(Holding(position, blocks, _read_from(best_tier, key, snapshot)))
     return found
 
 
@@ -279,9 +277,15 @@ def readable(held: list[Holding], request: RequestView, snapshot: Snapshot) -> l
         if holding.tier is not Tier.DISK:
             found.append(holding)
             continue
-        tiers = snapshot.prefixes[snapshot.workers[holding.position].key]
+        key = snapshot.workers[holding.position].key
+        tiers = snapshot.prefixes[key]
         memory = [(min(blocks, limit), tier) for tier, blocks in tiers.items() if tier is not Tier.DISK and blocks]
         if memory:
             blocks, tier = max(memory, key=lambda item: (item[0], -item[1]))
-            found.append(Holding(holding.position, blocks, tier))
+            found.append(Holding(holding.position, blocks, _read_from(tier, key, snapshot)))
     return found
+
+
+def _read_from(tier: Tier, key: WorkerKey, snapshot: Snapshot) -> Tier:
+    """Where peers read what lies in a tier: a device tier holds copies of what is in host memory."""
+    return Tier.HOST if tier is Tier.DEVICE and key in snapshot.fills else tier

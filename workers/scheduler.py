@@ -109,8 +109,7 @@ class Scheduler:
         self._let_go(sequence)
         sequence.phase = Phase.GONE
         self._views_full = False
-        slot, sequence.slot = sequence.slot, None
-        return slot
+        return sequence.leave_view()
 
     def defer(self, sequence: Sequence) -> bool:
         """The engine has no memory for this sequence's view: it waits, with its pages, until another one ends.
@@ -268,7 +267,7 @@ class Scheduler:
         size, table, blocks = sequence.table.block_tokens, sequence.table, sequence.full_blocks
         limit = beat.budget
         next_block = -(-start // size)
-        barrier = table.next_in(next_block, blocks, READABLE)
+        barrier = table.next_in(start // size + 1, blocks, READABLE)  # that at ``start`` is computed now
         flying = self._next_flying(sequence, next_block)
         own, missing = self._book.of(sequence), table.flying()
         if own is not None and missing and missing[-1] < next_block:

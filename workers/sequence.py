@@ -126,14 +126,19 @@ class Sequence:
         self.tally.bytes_loaded += loaded * block_bytes
         self.tally.tokens_cached += (blocks - loaded) * self.table.block_tokens
 
+    def leave_view(self) -> int | None:
+        """Forget the view and what was to be copied from it; returns its slot, None without one."""
+        slot, self.slot = self.slot, None
+        self.offers.clear()
+        self.unsealed_fills.clear()
+        return slot
+
     def restart(self) -> None:
         """Forget the view after a preemption; what was generated stays."""
         self.computed_tokens = 0
-        self.slot = None
+        self.leave_view()
         self.phase = Phase.WAITING
         self.loaded.clear()
-        self.offers.clear()
-        self.unsealed_fills.clear()
         self.tally.preemptions += 1
         if self.tally.first_token_ns is None:
             self.tally.tokens_cached = self.tally.tokens_loaded = self.tally.bytes_loaded = 0

@@ -248,10 +248,10 @@ class ClusterConnection:
         if name in self._actors:
             _answer(search, lambda: self._actor(name))
             return search
-        self._searches[name] = search
         threading.Thread(
             target=_answer, args=(search, lambda: self._actor(name)), name=f"kvpool-find-{name}", daemon=True
         ).start()
+        self._searches[name] = search  # not before: a thread that cannot be started answers nobody
         return search
 
     def _actor(self, name: str) -> ActorHandle:

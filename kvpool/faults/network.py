@@ -147,4 +147,5 @@ def _remove_orphans() -> None:
     with contextlib.suppress(OSError):
         for path in Path("/run/netns").glob(f"{_PREFIX}*"):
             if not Path(f"/proc/{path.name.removeprefix(_PREFIX)}").exists():
-                command("ip", "netns", "del", path.name)
+                with contextlib.suppress(UnavailableError):  # another run removes it, too
+                    command("ip", "netns", "del", path.name)

@@ -26,6 +26,7 @@ WORKER_TOTALS = {
     "host_fills": "Blocks put into a request's view from host memory by workers with a device tier",
     "host_fill_bytes": "Bytes of those",
     "device_promotions": "Blocks that came into device memory from host memory",
+    "device_stores": "Blocks that came into device memory when they were computed",
     "device_evictions": "Blocks that left device memory to make room there",
     "device_drops": "Blocks that left device memory because host memory lost them",
     "disk_blocks_read": "Blocks read from disk",

@@ -197,3 +197,18 @@ def test_a_search_for_an_actor_that_blocks_keeps_deadlines_and_the_event_loop() 
         assert connection.searches == 2, "each actor is searched for once at a time"
     finally:
         connection.over.set()
+
+
+def test_a_search_whose_thread_could_not_be_started_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = _Lost()
+    connection.over.set()
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            connection._search("router")
+    with pytest.raises(UnavailableError):
+        connection._search("router").result(10)

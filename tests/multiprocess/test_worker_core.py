@@ -7,6 +7,7 @@ failures need no model.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -224,6 +225,19 @@ def test_a_prompt_seen_before_is_cached_and_gives_the_same_tokens(pool: Pool) ->
     assert (first.stats.tokens_cached, first.stats.tokens_redone) == (0, 40)
     assert again.stats is not None
     assert (again.stats.tokens_cached, again.stats.tokens_redone) == (39, 1)
+
+
+def test_blocks_of_one_token_are_cached_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "BLOCK_TOKENS", 1)
+    pool = Pool(replace(FAKE, make=lambda: FakeEngine(block_tokens=1)))
+    core = pool.add()
+    request = replace(make_request("short", pool.prompt(20), 3, ignore_eos=True), timeout_ns=20 * SECOND_NS)
+    for _ in range(2):
+        sink = pool.run(core, request)
+        assert sink.tokens == reference(request)
+    assert sink.stats is not None
+    assert sink.stats.tokens_redone == 1
+    pool.close()
 
 
 def test_generated_blocks_are_reused_by_the_next_turn(pool: Pool) -> None:

@@ -7,7 +7,7 @@ same runs on a GPU where there is one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from kvpool.config import parse_config
-from kvpool.errors import ConfigError, InvariantViolation
+from kvpool.errors import ConfigError, InvariantViolation, NumericsError
 from kvpool.hashing import block_hashes
 from kvpool.plan import REDO
-from kvpool.request import FinishReason, GenerateRequest
+from kvpool.request import FinishReason, GenerateRequest, TokenLogprobs
 from kvpool.store.segment import Segment
 from kvpool.store.selection import Selection
 from kvpool.types import BlockHash, RequestId
@@ -27,6 +27,7 @@ from tests.engine_parity import LOGPROB_TOLERANCE, WatchedTorch, save_random_mod
 from tests.multiprocess.test_worker_core import BLOCK_TOKENS, FAKE, SECOND_NS, Pool, load_plan, make_kind
 from tests.worker_support import Collector, WatchedFake, make_request
 from workers.core import WorkerCore
+from workers.engine.base import SequenceSlice
 from workers.puller import PullOrder, PullSource
 
 
@@ -226,3 +227,34 @@ def test_a_drop_that_is_forgotten_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_tier_larger_than_the_segment_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"store\.device_blocks is 65 and engine\.num_blocks 64"):
         parse_config({"workers": [{"engine": {"num_blocks": 64}, "store": {"device_blocks": 65}}]})
+
+
+class _Broken(WatchedFake):
+    """Fails the request that reaches token 80, once it is told to."""
+
+    breaks = False
+
+    def step(self, batch: Sequence[SequenceSlice]) -> list[TokenLogprobs | None]:
+        slots = [str(part.slot) for part in batch if part.start + len(part.tokens) >= 80]
+        if self.breaks and slots:
+            raise NumericsError("not finite", slots=",".join(slots))
+        return super().step(batch)
+
+
+def test_a_request_that_breaks_in_the_beat_in_which_its_load_landed_ends_alone(fake_pool: Pool) -> None:
+    engine = _Broken(block_tokens=BLOCK_TOKENS)
+    holder, core = fake_pool.add(), fake_pool.add(engine, device_blocks=24)
+    front = fake_pool.prompt(80)
+    whole = front + fake_pool.prompt(5)
+    fake_pool.run(holder, make_request("warm", whole, 2, ignore_eos=True))
+    fake_pool.run(core, make_request("front", front[:40], 1, ignore_eos=True))
+    fake_pool.run(core, make_request("other", fake_pool.prompt(96), 1, ignore_eos=True))  # pushes it out of the tier
+    engine.breaks = True
+    broken, neighbour = Collector(), Collector()
+    plan = load_plan(fake_pool.slice(0, 10, 20))
+    core.submit(make_request("broken", whole, 4, ignore_eos=True), plan, "d", broken)
+    core.submit(make_request("neighbour", [5, 6, 7], 60, ignore_eos=True), REDO, "d", neighbour)
+    with pytest.raises(NumericsError):
+        broken.result()
+    assert len(neighbour.result()) == 60
+    assert core.failure is None

@@ -12,6 +12,7 @@ from kvpool.plan import PlanKind
 from kvpool.reports import LoadSample, PrefillSample, RequestOutcome, WorkerLoad
 from kvpool.types import MemberState, RequestId, Role, Tier
 from router.core import RequestMeta, RouterCore
+from router.signals import RequestView, holdings, readable
 from tests.unit.router_kit import MS, FakeDirectory, S, chain, key, member, report
 
 
@@ -312,3 +313,15 @@ def test_when_every_worker_is_too_small_one_is_chosen_to_say_what_it_lacks() -> 
     for number in range(3):
         _with_capacity(core, number, 10)
     assert core.route(meta("r", 1600)).worker in {key(number) for number in range(3)}
+
+
+@pytest.mark.parametrize("below", [Tier.HOST, Tier.DISK])
+def test_peers_read_a_device_tiers_copies_from_host_memory(below: Tier) -> None:
+    core, directory, clock = make_core(2)
+    for number in range(2):
+        said = report(number, 1)
+        core.on_report(replace(said, load=replace(said.load, fill_mib_ns=200_000)))
+    directory.held[key(1)] = {Tier.DEVICE: 50, below: 90}
+    snapshot = core.snapshot(chain(1600, b"c"), clock.now_ns)
+    request = RequestView(RequestId("r"), 1600, 100)
+    assert [item.tier for item in readable(holdings(request, snapshot), request, snapshot)] == [Tier.HOST]
