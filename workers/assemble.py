@@ -197,6 +197,7 @@ def assemble_worker(key: WorkerKey, spec: WorkerSpec) -> AssembledWorker:
 
     publisher = MetadataPublisher(spec.metadata, member, snapshot=snapshot, on_fenced=_end_process)
     tokenizer = read_tokenizer_files(model.path, model.name)
+    disk, disk_error = _open_disk(spec, layout, publisher)
     core = WorkerCore(
         CoreParts(
             key=key,
@@ -212,7 +213,8 @@ def assemble_worker(key: WorkerKey, spec: WorkerSpec) -> AssembledWorker:
             ),
             decode=Tokenizer(tokenizer).decode,
             tier=Tier.HOST,
-            disk=_open_disk(spec, layout, publisher),
+            disk=disk,
+            disk_error=disk_error,
             on_failure=lambda error: _end_process(f"the engine broke: {error!r}"),
         )
     )
@@ -237,23 +239,24 @@ def assemble_worker(key: WorkerKey, spec: WorkerSpec) -> AssembledWorker:
     return worker
 
 
-def _open_disk(spec: WorkerSpec, layout: KVLayout, publisher: MetadataPublisher) -> DiskTier | None:
-    """The worker's disk tier; a worker whose disk cannot be used goes on without it and says so."""
+def _open_disk(spec: WorkerSpec, layout: KVLayout, publisher: MetadataPublisher) -> tuple[DiskTier | None, str]:
+    """The worker's disk tier, or why there is none: a worker whose disk cannot be used goes on without it."""
     store = spec.config.store
     if store.disk_path is None:
-        return None
+        return None, ""
     config = DiskConfig(
         Path(store.disk_path) / str(spec.worker_id), store.disk_bytes, layout.block_bytes, layout.fingerprint()
     )
     try:
-        return DiskTier(
+        tier = DiskTier(
             config,
             on_stored=lambda hashes: publisher.stored(Tier.DISK, hashes),
             on_removed=lambda hashes: publisher.removed(Tier.DISK, hashes),
         )
     except UnavailableError as error:
         log.error("%s serves without its disk tier: %s", spec.worker_id, error)
-        return None
+        return None, str(error)
+    return tier, ""
 
 
 def _end_process(reason: str) -> None:

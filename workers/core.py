@@ -67,6 +67,7 @@ class CoreParts:
         decode: tokens → text, for stop strings.
         tier: where the segment lies.
         disk: where evicted blocks go, not started; the core owns it. None without one.
+        disk_error: why there is none although there should be one, for the status.
         gate: whether to wait for loads in flight; None for one that learns the prefill speed.
         clock_ns: monotonic clock.
         on_failure: called once, from the engine thread, when the engine broke.
@@ -82,6 +83,7 @@ class CoreParts:
     decode: Decode | None = None
     tier: Tier = Tier.HOST
     disk: DiskTier | None = None
+    disk_error: str = ""
     gate: Gate | None = None
     clock_ns: Callable[[], int] = time.monotonic_ns
     on_failure: Callable[[BaseException], None] | None = None
@@ -400,10 +402,15 @@ class WorkerCore:
             },
             "read_leases": self.segment.leases,
             "device": self._device_status(),
-            "disk": None if self._parts.disk is None else self._parts.disk.status(),
+            "disk": self._disk_status(),
             "counters": counters,
             "failures": _failures(counters),
         }
+
+    def _disk_status(self) -> dict[str, Any] | None:
+        if self._parts.disk is not None:
+            return self._parts.disk.status()
+        return {"error": self._parts.disk_error} if self._parts.disk_error else None
 
     def _device_status(self) -> dict[str, int] | None:
         if self._device is None or self.segment.device is None:

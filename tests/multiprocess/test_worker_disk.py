@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
+from kvpool.config import StoreConfig, WorkerConfig
 from kvpool.hashing import block_hashes
 from kvpool.plan import REDO, LoadSlice, Plan, PlanKind
 from kvpool.reports import WorkerReport
@@ -24,6 +26,7 @@ from tests.engine_parity import save_random_model, tiny_llama
 from tests.multiprocess.cluster_kit import wait_until
 from tests.multiprocess.test_worker_core import BLOCK_TOKENS, FAKE, Pool, load_plan, make_kind
 from tests.worker_support import make_request
+from workers.assemble import WorkerSpec, _open_disk
 from workers.core import WorkerCore
 from workers.disk_loads import DISK, DiskSpeed, with_disk
 
@@ -263,3 +266,18 @@ def test_the_speed_of_the_disk_is_learned() -> None:
     for _ in range(30):
         speed.observe(10**6, 22_000_000)
     assert before < 10**7 < speed.expect_ns(10**6) < 3 * 10**7
+
+
+def test_a_worker_whose_disk_cannot_be_used_serves_and_its_status_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    store = StoreConfig(disk_path=str(tmp_path / "file"))
+    spec = WorkerSpec(WorkerId("w0"), WorkerConfig(store=store), (), 1)
+    publisher: Any = None  # nobody is told of a tier that there is not
+    disk, why = _open_disk(spec, FAKE.make().layout, publisher)
+    assert disk is None
+    assert "cannot be used" in why
+    pool = Pool(FAKE)
+    core = pool.add()
+    core._parts = replace(core._parts, disk_error=why)
+    assert core.status()["disk"] == {"error": why}
+    pool.close()
