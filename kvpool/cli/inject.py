@@ -11,7 +11,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,9 +51,10 @@ MAX_RUNS_AS_COLUMNS = 3
 
 @dataclass(frozen=True, slots=True)
 class _Where:
-    """Which cluster: embedded (``workers``, ``model``, ``lease_ms``), or a running one by address or name."""
+    """Which cluster: embedded (``workers`` to ``lease_ms``), or a running one by address or name."""
 
     workers: int
+    replicas: int
     model: str | None
     lease_ms: int
     address: str | None
@@ -81,6 +82,9 @@ def inject(
         float, typer.Option(min=0, max=1, help="Share of routes turned into loads where another worker holds more.")
     ] = 0.5,
     workers: Annotated[int, typer.Option(min=2, help="Workers of the embedded cluster.")] = 3,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Metadata servers of the embedded cluster; more where a scenario needs them.")
+    ] = 1,
     model: Annotated[str | None, typer.Option(help="Model of the embedded cluster.")] = None,
     lease_ms: Annotated[int, typer.Option(min=500, help="Membership lease of the embedded cluster.")] = 2000,
     address: AddressOption = None,
@@ -93,7 +97,7 @@ def inject(
 ) -> None:
     """Inject faults under load and check every promise; exit code 1 on any violation. Histories are kept."""
     logging.getLogger("kvpool").setLevel(logging.ERROR)  # what fails on purpose would fill the screen; it is judged
-    where = _Where(workers, model, lease_ms, address, name)
+    where = _Where(workers, replicas, model, lease_ms, address, name)
     options = RunOptions(seed=seed, duration_s=duration, rate_rps=rate, forced_loads=force_loads)
 
     def command() -> None:
@@ -170,6 +174,7 @@ def _open(where: _Where, needs: Needs, ending: contextlib.ExitStack) -> ClusterU
 
 
 def _start(where: _Where, needs: Needs, ending: contextlib.ExitStack) -> ClusterUnderTest:
+    needs = replace(needs, metadata_replicas=max(needs.metadata_replicas, where.replicas))
     disk_path = None
     if needs.disk:
         disk_path = tempfile.mkdtemp(prefix="kvpool.disks-")
