@@ -1,8 +1,8 @@
 """What prefill and decode roles are worth: long prompts beside running decodes, on two clusters of two workers.
 
-One cluster has a prefill and a decode worker, the other two mixed ones; both run at the same time, one of them in use.
-A few requests decode; then long prompts come, one after the other, and the gaps between the tokens of the others are
-measured, as clients see them. The default model, a thread per worker.
+One cluster has a prefill and a decode worker, the other two mixed ones; first the one, then the other, because what an
+idle cluster takes would be taken from the prefill. A few requests decode; then long prompts come in turn, and the gaps
+between the tokens of the others are measured, as clients see them. The default model, a thread per worker.
 """
 
 from __future__ import annotations
@@ -46,15 +46,13 @@ def run(*, quick: bool, peers: bool) -> list[Row]:
     engine = EngineConfig(num_blocks=1024, torch_threads=1)
     roles = tuple(WorkerConfig(count=1, role=role, engine=engine) for role in (Role.PREFILL, Role.DECODE))
     mixed = (WorkerConfig(count=2, engine=engine),)
-    split = Cluster.start(ClusterConfig(workers=roles), name="bench-roles")
-    try:
-        both = Cluster.start(ClusterConfig(workers=mixed), name="bench-mixed")
+    seen = []
+    for name, workers in (("bench-roles", roles), ("bench-mixed", mixed)):
+        cluster = Cluster.start(ClusterConfig(workers=workers), name=name)
         try:
-            seen = asyncio.run(_measure([split, both], rounds, tokens))
+            seen.append(asyncio.run(_measure(cluster, rounds, tokens)))
         finally:
-            both.close()
-    finally:
-        split.close()
+            cluster.close()
     return _rows(seen[0], seen[1], tokens, rounds)
 
 
@@ -95,16 +93,13 @@ def _rows(roles: _Seen, mixed: _Seen, tokens: int, rounds: int) -> list[Row]:
     ]
 
 
-async def _measure(clusters: list[Cluster], rounds: int, tokens: int) -> list[_Seen]:
-    clients = [AsyncKVPoolClient.of(cluster.connection()) for cluster in clusters]
-    rng = Random(5)
-    seen = [_Seen() for _ in clients]
-    for client in clients:  # both compute once, and learn their speeds
-        await client.generate(_prompt(rng, tokens), max_tokens=WARM_TOKENS, ignore_eos=True)
+async def _measure(cluster: Cluster, rounds: int, tokens: int) -> _Seen:
+    client = AsyncKVPoolClient.of(cluster.connection())
+    rng, seen = Random(5), _Seen()
+    await client.generate(_prompt(rng, tokens), max_tokens=WARM_TOKENS, ignore_eos=True)  # the cluster learns its speed
     for _ in range(rounds):
-        for client, mine in zip(clients, seen, strict=True):
-            mine.alone.append(await _ttft_s(client, _prompt(rng, tokens)))
-            await _round(client, mine, rng, tokens)
+        seen.alone.append(await _ttft_s(client, _prompt(rng, tokens)))
+        await _round(client, seen, rng, tokens)
     return seen
 
 
