@@ -134,8 +134,9 @@ def test_clients_share_the_connection_of_their_process_and_the_last_one_ends_it(
 
 
 EMBEDDED = """
-import faulthandler, sys
+import faulthandler, signal, sys
 faulthandler.enable()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in a shell's background
 from kvpool.client import KVPoolClient
 from kvpool.config import ClusterConfig, EngineConfig, WorkerConfig
 config = ClusterConfig(workers=(WorkerConfig(count=1, engine=EngineConfig(model=sys.argv[1], num_blocks=64)),))
