@@ -48,7 +48,7 @@ class ManualRouter:
         held = self.watcher.prefixes(block_hashes(prompt, self.namespace))
         return max(held.get(self.member(worker_id).key, {}).values(), default=0)
 
-    def wait_held(self, worker_id: WorkerId, prompt: tuple[int, ...], blocks: int, timeout_s: float = 10.0) -> None:
+    def wait_held(self, worker_id: WorkerId, prompt: tuple[int, ...], blocks: int, timeout_s: float = 30.0) -> None:
         """Wait until the directory shows ``blocks`` leading blocks at the worker.
 
         Raises:
