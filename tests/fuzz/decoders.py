@@ -324,6 +324,7 @@ NO_DECODERS = {
     "kvpool.transport.base.Transport.read": "a command; what the peer answers is parsed by kvpool.transport.wire",
     "kvpool.transport.memory.MemoryTransport.read": "a command",
     "kvpool.transport.shaping.ShapingTransport.read": "a command",
+    "kvpool.transport.netns.NamespacedTransport.read": "a command",
     "kvpool.transfer.loader.Loader.read": "a command",
     "kvpool.store.disk.DiskTier.load": "a command; the files it reads are parsed by kvpool.store.blockfile",
     "kvpool.transport.ucx.transport.UcxTransport.read": "a command",
