@@ -1,7 +1,7 @@
 """Reading the memory of another process of this host: `process_vm_readv`, one copy and no messages.
 
 The holder names its process and the addresses of the runs it pinned; the reader's helper threads fetch them, many
-fragments a call, and check every block while it is still in the cache. Compared with a message per run this spares
+fragments a call, and check every block right after the copy. Compared with a message per run this spares
 both progress threads, and a call that returned writes nothing more, so that the fence needs nobody's help.
 
 A process id says little about who is behind it. Every fetch therefore also fetches a random *cookie* that the holder
@@ -27,7 +27,7 @@ from kvpool.transport.host import host_id
 from kvpool.transport.verify import Check
 from kvpool.transport.wire import Window
 
-CALL_BYTES = 1 << 20  # fits the cache of a core, so that the checksum reads what the copy just wrote
+CALL_BYTES = 1 << 20  # of several fragments: fits the cache of a core, so that the checksum reads what was just copied
 CALL_FRAGMENTS = 512  # the kernel takes 1,024
 SHARED_MEMORY_TLS = ("all", "cma", "sm", "shm")
 _COOKIE_BYTES = 8
