@@ -2,8 +2,9 @@
 
 Requests with shared prefixes go through the real router to workers with the default model. The same arrivals are then
 played by the simulator with what that run taught the router (prefill curve, links, decode step) and its hand-over time,
-the median of what clients saw beyond their worker's time to first token. There is no bar: the rows say how far apart
-the two are on this machine at this moment. What the real router predicted for the same requests stands beside them:
+the median of what clients saw beyond their worker's time to first token. Links are shaped to `LINK` times B*, the
+bandwidth at which loading a prompt takes as long as computing it. There is no bar: the rows say how far apart the two
+are on this machine at this moment. What the real router predicted for the same requests stands beside them:
 on a busy machine the learned constants themselves are off, and the simulator cannot be better than they are.
 """
 
@@ -11,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from random import Random
 from typing import Any
 
@@ -26,6 +29,8 @@ from kvpool.config import ClusterConfig, EngineConfig, WorkerConfig
 from kvpool.layout import AttentionKind, KVGroup, KVLayout
 from kvpool.metadata.watcher import MetadataWatcher
 from kvpool.reports import DECODE_NS, DECODE_REQUESTS
+from kvpool.transport import SHAPED
+from kvpool.transport.shaping import LinkShape
 from kvpool.types import PrefillSample
 from router.estimators import PrefillCurve
 from router.policies import make_policy
@@ -44,6 +49,8 @@ UTILISATION = 0.6
 than ``MAX_GAP_S`` on average."""
 
 MAX_GAP_S = 0.8
+
+LINK = 3.0
 
 TIMEOUT_S, READY_S, OUTCOMES_S = 120.0, 10.0, 10.0
 
@@ -74,8 +81,10 @@ class Real:
 def run(*, quick: bool, peers: bool) -> list[Row]:
     """Measure; a cluster start and about half a minute on two cores. There is no peer to install."""
     del peers
-    workers, requests = (2, 20) if quick else (3, 60)
-    worker = WorkerConfig(count=workers, engine=EngineConfig(num_blocks=1024, torch_threads=1))
+    requests = 20 if quick else 60
+    workers = min(3, max(2, os.cpu_count() or 1))  # simulated nodes do not share cores
+    engine = EngineConfig(num_blocks=1024, torch_threads=1)
+    worker = WorkerConfig(count=workers, engine=engine, transport=SHAPED + WorkerConfig().transport)
     cluster = Cluster.start(ClusterConfig(workers=(worker,)), name="bench-simulation")
     try:
         real = asyncio.run(_record(cluster.connection(), worker, requests))
@@ -95,6 +104,9 @@ async def _record(connection: ClusterConnection, worker: WorkerConfig, requests:
     for _ in range(2 * worker.count):
         warm.append(await _ask(client, begun_ns, _tokens(rng, PREFIX_TOKENS + QUESTION_TOKENS[1]), len(warm)))
     alone_s = statistics.median(ttft_ns for _, _, ttft_ns in warm) / 1e9
+    block_bytes = await asyncio.to_thread(_block_bytes, (await client.info()).metadata)
+    prompt_bytes = len(warm[0][1]) // worker.engine.block_tokens * block_bytes
+    await _shape_links(connection, LinkShape(rate_bytes_per_s=LINK * prompt_bytes / alone_s))
     gap_s = min(MAX_GAP_S, alone_s / worker.count / UTILISATION)
     tasks = []
     for number in range(requests):
@@ -110,9 +122,14 @@ async def _record(connection: ClusterConnection, worker: WorkerConfig, requests:
         status=status,
         config=worker.engine,
         max_step_tokens=worker.scheduler.max_step_tokens,
-        block_bytes=await asyncio.to_thread(_block_bytes, (await client.info()).metadata),
+        block_bytes=block_bytes,
         workers=worker.count,
     )
+
+
+async def _shape_links(connection: ClusterConnection, shape: LinkShape) -> None:
+    for reader, holder in permutations((await connection.info()).workers, 2):
+        await connection.call(reader, "shape_link", holder, shape)
 
 
 async def _ask(
