@@ -234,18 +234,22 @@ class AsyncKVPoolClient:
         return event is not None
 
     async def explain(self, request_id: str) -> dict[str, Any]:
-        """The router's decision record of a request.
+        """The decision record of a request; see `kvpool.cluster.decisions.explain`.
 
         Raises:
             RequestError: no record of that id is kept.
+            UnavailableError: a router does not answer, and no other one has it.
         """
-        record: dict[str, Any] = await self._connection.call("router", "explain", RequestId(request_id))
-        return record
+        from kvpool.cluster.decisions import explain
+
+        return await explain(self._connection, RequestId(request_id))
 
     async def records(self) -> list[str]:
-        """All decision records the router keeps, oldest first, as JSON lines."""
-        lines: list[str] = await self._connection.call("router", "records")
-        return lines
+        """All decision records the routers keep, oldest first, as JSON lines. What a router that does not answer keeps
+        is missing; a warning is logged then."""
+        from kvpool.cluster.decisions import all_records
+
+        return await all_records(self._connection)
 
     async def status(self) -> dict[str, Any]:
         """Members, blocks, links, decisions and failures of the cluster."""
@@ -416,11 +420,11 @@ class KVPoolClient:
         return self._run(self._async.cancel(request_id))
 
     def explain(self, request_id: str) -> dict[str, Any]:
-        """The router's decision record of a request."""
+        """The decision record of a request."""
         return self._run(self._async.explain(request_id))
 
     def records(self) -> list[str]:
-        """All decision records the router keeps, oldest first, as JSON lines."""
+        """All decision records the routers keep, oldest first, as JSON lines."""
         return self._run(self._async.records())
 
     def status(self) -> dict[str, Any]:

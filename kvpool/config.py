@@ -13,6 +13,7 @@ from kvpool.errors import ConfigError
 from kvpool.types import Role
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+MAX_ROUTERS = 8
 
 
 class _Settings(BaseModel):
@@ -117,13 +118,15 @@ class MetadataConfig(_Settings):
 
 
 class RouterConfig(_Settings):
-    """The router.
+    """The routers.
 
     Attributes:
+        count: how many there are; clients spread their requests over them.
         policy: name of the routing policy (`router.policies`).
-        max_records: decision records kept in memory; the oldest leave first.
+        max_records: decision records that each keeps in memory; the oldest leave first.
     """
 
+    count: int = Field(default=1, ge=1, le=MAX_ROUTERS)
     policy: str = "kvpool"
     max_records: int = Field(default=10_000, ge=1)
 

@@ -2,7 +2,7 @@
 
 A restarted actor watches the metadata service again and is whole as soon as the first snapshot is in; what it had
 learned comes from a file (`router.keeper`); what it had promised and recorded is gone, which costs accuracy, never a
-request.
+request. Several routers of one cluster share nothing but what they hear (`router.peers`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from kvpool.types import MemberInfo, MemberState, RequestId, WorkerKey
 from kvpool.wallclock import unix_ns
 from router.core import RequestMeta, RouterCore
 from router.keeper import Keeper
+from router.record import DecisionRecord
 from router.signals import Features
 
 MAX_CONCURRENT_CALLS = 1000
@@ -57,22 +58,27 @@ class RouterActor:
         config: its settings.
         info: what the cluster serves.
         cluster_dir: where to keep what was learned, if that directory exists on this node.
+        name: of this router among those of the cluster.
     """
 
-    def __init__(self, config: RouterConfig, info: ServedModel, cluster_dir: str | None = None) -> None:
+    def __init__(
+        self, config: RouterConfig, info: ServedModel, cluster_dir: str | None = None, name: str = "router"
+    ) -> None:
         self._info = info
+        self._name = name
         self._started_ns = unix_ns()
         self._lock = threading.Lock()
-        self._watcher = MetadataWatcher(info.metadata, on_member=self._on_member, on_report=self._on_report)
+        self._watcher = MetadataWatcher(info.metadata, on_member=self._on_member, on_report=self._on_report, name=name)
         self._core = RouterCore(
             self._watcher,
             time.monotonic_ns,
             policy=config.policy,
             features=Features(split=True, stripes=MAX_STRIPES),
             max_records=config.max_records,
-            router_id=f"r{self._started_ns:x}",
+            router_id=f"{name}-{self._started_ns:x}",
         )
-        self._keeper = Keeper(None if cluster_dir is None else Path(cluster_dir), self._learned, self._core.restore)
+        directory = None if cluster_dir is None else Path(cluster_dir)
+        self._keeper = Keeper(directory, self._learned, self._core.restore, file_name=f"{name}-learned")
         self._watcher.start()
 
     def _learned(self) -> tuple[int, dict[str, Any]]:
@@ -125,12 +131,18 @@ class RouterActor:
         with self._lock:
             return self._core.route(meta)
 
+    async def release(self, request_id: RequestId) -> None:
+        """Give back what a decision promised that nobody follows, since another router's answer came first. May be
+        repeated; fine when there is none."""
+        with self._lock:
+            self._core.release(request_id)
+
     async def is_member(self, key: WorkerKey) -> bool:
         """False when the directory positively knows that this incarnation is gone; True when unsure."""
         return not self._watcher.connected or key in self._watcher.members()
 
     async def explain(self, request_id: RequestId) -> dict[str, Any]:
-        """The newest decision about a request as data, and all of them as text under ``text``.
+        """This router's newest decision about a request as data, and all of them as text under ``text``.
 
         Raises:
             RequestError: none is kept.
@@ -139,12 +151,13 @@ class RouterActor:
             lines = self._core.explain(request_id)
             record = self._core.record(request_id)
         assert record is not None
-        return {**record.to_dict(), "text": "\n".join(lines)}
+        return {**_told(record, self._name, _clock_offset_ns()), "text": "\n".join(lines)}
 
     async def records(self) -> list[str]:
         """All kept decision records, oldest first, as JSON lines."""
+        offset_ns = _clock_offset_ns()
         with self._lock:
-            return [json.dumps(record.to_dict()) for record in self._core.records()]
+            return [json.dumps(_told(record, self._name, offset_ns)) for record in self._core.records()]
 
     async def status(self) -> dict[str, Any]:
         """Counters, learned curves, and whether the directory is reachable."""
@@ -165,3 +178,12 @@ class RouterActor:
         """Stop watching, and save what was learned. May be repeated."""
         await asyncio.to_thread(self._watcher.close)
         await asyncio.to_thread(self._keeper.stop)
+
+
+def _told(record: DecisionRecord, router: str, offset_ns: int) -> dict[str, Any]:
+    """A record as others need it: whose it is, and when it was made on a clock that all nodes share."""
+    return {**record.to_dict(), "router": router, "at_unix_ns": record.at_ns + offset_ns}
+
+
+def _clock_offset_ns() -> int:
+    return unix_ns() - time.monotonic_ns()

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvpool.client import AsyncKVPoolClient, TextChunk
-from kvpool.cluster.connection import ROUTER_NAME, ClusterConnection
+from kvpool.cluster.connection import ClusterConnection
 from kvpool.errors import CapacityError, KVPoolError, RequestError
 from router.openai import Answer, Body, ChatBody, CompletionBody, error_body, parse_body, status_of
 
@@ -130,9 +130,9 @@ class _Gateway:
         return JSONResponse({"object": "list", "data": [entry]})
 
     async def healthz(self, _: Request) -> Response:
-        """200 while the router answers and knows a worker, else 503."""
+        """200 while a router answers and knows a worker, else 503."""
         try:
-            await self._connection.call(ROUTER_NAME, "ready", 1, timeout_s=HEALTH_TIMEOUT_S)
+            await self._connection.ask_router("ready", 1, timeout_s=HEALTH_TIMEOUT_S)
         except KVPoolError as error:
             return _error_response(error, status=503)
         return JSONResponse({"status": "ok"})

@@ -1,6 +1,6 @@
 """Keeps what a router learned in a file, so that a restarted router does not begin with guesses.
 
-One file in the cluster's directory: a header line with format, moment and checksum, then JSON. Written to a
+One file a router in the cluster's directory: a header line with format, moment and checksum, then JSON. Written to a
 neighbour and renamed, at a bounded rate and only when something was learned; read once, at the start. A file that
 is missing, old, cut, altered or of another format means priors, and is named in the status. Losing it costs accuracy
 until the next reports, never a request. Decides nothing.
@@ -92,6 +92,7 @@ class Keeper:
             nothing.
         learned: what to save, and a number that grows with it; called from the keeper's thread.
         restore: takes what was saved and its age; False when it cannot use it.
+        file_name: of this router's file; no other router may write it.
     """
 
     def __init__(
@@ -99,8 +100,10 @@ class Keeper:
         directory: Path | None,
         learned: Callable[[], tuple[int, dict[str, Any]]],
         restore: Callable[[dict[str, Any], int], bool],
+        *,
+        file_name: str = FILE_NAME,
     ) -> None:
-        self._path = directory / FILE_NAME if directory is not None and directory.is_dir() else None
+        self._path = directory / file_name if directory is not None and directory.is_dir() else None
         self._learned = learned
         self._stopping = threading.Event()
         self._saved_number = 0

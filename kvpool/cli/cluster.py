@@ -14,7 +14,7 @@ import typer
 from kvpool.cli.connect import open_client, running_state
 from kvpool.cli.output import AddressOption, JsonOption, NameOption, console, guarded, print_json, print_table, progress
 from kvpool.cluster.state import DEFAULT_NAME, read_state
-from kvpool.config import ClusterConfig, load_config, parse_config
+from kvpool.config import MAX_ROUTERS, ClusterConfig, load_config, parse_config
 from kvpool.errors import KVPoolError, RequestError, UnavailableError
 
 DOWN_TIMEOUT_S = 60.0
@@ -24,6 +24,9 @@ MAX_COLUMNS = 8
 def up(
     config: Annotated[Path | None, typer.Option(help="TOML file with the settings.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Number of workers (without --config).")] = None,
+    routers: Annotated[
+        int | None, typer.Option(min=1, max=MAX_ROUTERS, help="Number of routers (without --config).")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Bundled name, local path or hub id (without --config).")] = None,
     http_port: Annotated[int | None, typer.Option(help="Serve the OpenAI-compatible API on this port.")] = None,
     name: NameOption = DEFAULT_NAME,
@@ -33,18 +36,23 @@ def up(
     json_: JsonOption = False,
 ) -> None:
     """Start a cluster and leave it running."""
-    guarded(lambda: _up(_settings(config, workers, model, http_port), name, ray_address, json_), as_json=json_)
+    guarded(lambda: _up(_settings(config, workers, model, http_port, routers), name, ray_address, json_), as_json=json_)
 
 
-def _settings(path: Path | None, workers: int | None, model: str | None, http_port: int | None) -> ClusterConfig:
+def _settings(
+    path: Path | None, workers: int | None, model: str | None, http_port: int | None, routers: int | None = None
+) -> ClusterConfig:
     if path is not None:
-        if (workers, model, http_port) != (None, None, None):
-            raise RequestError("--workers, --model and --http-port are settings of the file when --config is given")
+        if (workers, model, http_port, routers) != (None, None, None, None):
+            raise RequestError(
+                "--workers, --routers, --model and --http-port are settings of the file when --config is given"
+            )
         return load_config(path)
     group: dict[str, Any] = {} if workers is None else {"count": workers}
     if model is not None:
         group["engine"] = {"model": model}
-    return parse_config({"workers": [group], "gateway": {"port": http_port}})
+    router = {} if routers is None else {"count": routers}
+    return parse_config({"workers": [group], "router": router, "gateway": {"port": http_port}})
 
 
 def _up(config: ClusterConfig, name: str, ray_address: str | None, as_json: bool) -> None:
@@ -58,6 +66,7 @@ def _up(config: ClusterConfig, name: str, ray_address: str | None, as_json: bool
         ready = _wait_ready(supervisor)
     except BaseException as error:
         if not isinstance(error, KVPoolError):  # after an error of its own the supervisor cleans up and ends by itself
+            progress("stopping what was started, which can take some seconds")
             supervisor.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             supervisor.wait(DOWN_TIMEOUT_S)
@@ -122,6 +131,8 @@ def _status(address: str | None, name: str, as_json: bool) -> None:
     if as_json:
         print_json(value)
         return
+    if len(value["routers"]) > 1:
+        _print_rows("routers", _rows(value["routers"]))
     for part in ("router", "workers", "metadata"):
         _print_part(part, value.get(part, {}))
 
@@ -136,14 +147,17 @@ def _print_part(title: str, part: dict[str, Any]) -> None:
     plain = [(key, _short(item)) for key, item in part.items() if key not in tables]
     print_table(title, ("what", "value"), plain)
     for key, rows in tables.items():
-        columns = list(dict.fromkeys(column for row in rows for column in row))
-        if len(columns) <= MAX_COLUMNS:
-            cells = [[_short(row.get(column, "")) for column in columns] for row in rows]
-            print_table(f"{title}: {key}", columns, cells)
-            continue
-        names = [_short(row[columns[0]]) for row in rows]  # too wide for a terminal: one column an entry instead
-        flipped = [[column, *(_short(row.get(column, "")) for row in rows)] for column in columns[1:]]
-        print_table(f"{title}: {key}", (columns[0], *names), flipped)
+        _print_rows(f"{title}: {key}", rows)
+
+
+def _print_rows(title: str, rows: list[dict[str, Any]]) -> None:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    if len(columns) <= MAX_COLUMNS:
+        print_table(title, columns, [[_short(row.get(column, "")) for column in columns] for row in rows])
+        return
+    names = [_short(row[columns[0]]) for row in rows]  # too wide for a terminal: one column an entry instead
+    flipped = [[column, *(_short(row.get(column, "")) for row in rows)] for column in columns[1:]]
+    print_table(title, (columns[0], *names), flipped)
 
 
 def _rows(item: Any) -> list[dict[str, Any]]:

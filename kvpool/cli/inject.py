@@ -29,6 +29,7 @@ from kvpool.cli.output import (
     print_table,
     progress,
 )
+from kvpool.config import MAX_ROUTERS
 from kvpool.errors import RequestError, UnavailableError
 from kvpool.faults import beside, mooncake
 from kvpool.faults.checker import Verdict, check_history
@@ -54,6 +55,7 @@ class _Where:
     """Which cluster: embedded (``workers`` to ``lease_ms``), or a running one by address or name."""
 
     workers: int
+    routers: int
     replicas: int
     model: str | None
     lease_ms: int
@@ -82,6 +84,7 @@ def inject(
         float, typer.Option(min=0, max=1, help="Share of routes turned into loads where another worker holds more.")
     ] = 0.5,
     workers: Annotated[int, typer.Option(min=2, help="Workers of the embedded cluster.")] = 3,
+    routers: Annotated[int, typer.Option(min=1, max=MAX_ROUTERS, help="Routers of the embedded cluster.")] = 1,
     replicas: Annotated[
         int, typer.Option(min=1, help="Metadata servers of the embedded cluster; more where a scenario needs them.")
     ] = 1,
@@ -97,7 +100,7 @@ def inject(
 ) -> None:
     """Inject faults under load and check every promise; exit code 1 on any violation. Histories are kept."""
     logging.getLogger("kvpool").setLevel(logging.ERROR)  # what fails on purpose would fill the screen; it is judged
-    where = _Where(workers, replicas, model, lease_ms, address, name)
+    where = _Where(workers, routers, replicas, model, lease_ms, address, name)
     options = RunOptions(seed=seed, duration_s=duration, rate_rps=rate, forced_loads=force_loads)
 
     def command() -> None:
@@ -185,6 +188,7 @@ def _start(where: _Where, needs: Needs, ending: contextlib.ExitStack) -> Cluster
     config = embedded_config(
         needs,
         workers=where.workers,
+        routers=where.routers,
         lease_ms=where.lease_ms,
         model=where.model,
         disk_path=disk_path,

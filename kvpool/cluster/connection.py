@@ -1,7 +1,8 @@
 """How clients reach a running cluster: typed calls on its actors, every wait bounded, every Ray error mapped once.
 
-The router answers `route`; tokens then stream from the worker itself, so neither the router nor this module's caller
-is on the way of a running request.
+A router answers `route`; tokens then stream from the worker itself, so neither the router nor this module's caller
+is on the way of a running request. Which router is asked, and who else when it is silent, is said in
+`kvpool.cluster.routers`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import ray.exceptions
 from ray.actor import ActorHandle
 
 from kvpool.cluster.ray_auth import MODE_VARIABLE, TOKEN_VARIABLE, find_token
+from kvpool.cluster.routers import PATIENCE_S, ROUTER_NAME, Answer, Routers, ask_in_turn
 from kvpool.errors import DeadlineError, KVPoolError, RequestError, UnavailableError
 from kvpool.hashing import Namespace
 from kvpool.plan import HandOver, Route
@@ -28,7 +30,6 @@ from kvpool.request import GenerateRequest, TokenChunk
 from kvpool.tokenizer import TokenizerFiles
 from kvpool.types import WorkerId, WorkerKey
 
-ROUTER_NAME = "router"
 LIVENESS_PERIOD_S = 1.0
 CALL_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
@@ -50,6 +51,7 @@ class ClusterInfo:
         namespace: what block hashes are rooted in, without a tenant.
         metadata: addresses of the metadata servers.
         workers: names of the worker actors the launcher started.
+        routers: names of the router actors.
     """
 
     model: str
@@ -57,6 +59,7 @@ class ClusterInfo:
     namespace: Namespace
     metadata: tuple[str, ...]
     workers: tuple[WorkerId, ...]
+    routers: tuple[str, ...] = (ROUTER_NAME,)
 
 
 def map_ray_error(error: Exception, what: str) -> KVPoolError:
@@ -84,13 +87,19 @@ class ClusterConnection:
     def __init__(self, cluster: str) -> None:
         self._cluster = cluster
         self._namespace = namespace_of(cluster)
+        self._routers = Routers()
         self._actors: dict[str, ActorHandle] = {}
         self._searches: dict[str, concurrent.futures.Future[ActorHandle]] = {}
 
     async def info(self) -> ClusterInfo:
         """What the cluster serves."""
-        info: ClusterInfo = await self.call(ROUTER_NAME, "info")
+        info: ClusterInfo = await self.ask_router("info")
+        self._routers.learn(info.routers)
         return info
+
+    async def routers(self) -> tuple[str, ...]:
+        """Names of the routers."""
+        return self._routers.names or (await self.info()).routers
 
     async def tokenizer(self) -> TokenizerFiles:
         """The served model's tokenizer, from the first worker that answers.
@@ -109,13 +118,61 @@ class ClusterConnection:
         raise UnavailableError(f"no worker could send its tokenizer: {'; '.join(errors)}")
 
     async def route(self, request: GenerateRequest, exclude: frozenset[WorkerKey], timeout_s: float) -> Route:
-        """Ask the router for a worker and a plan.
+        """Ask the request's router, or another one, for a worker and a plan.
 
         Raises:
             UnavailableError: no router or no eligible worker; may be retried.
         """
-        route: Route = await self.call(ROUTER_NAME, "route", request, exclude, timeout_s=timeout_s)
+        answer = await self._ask("route", request, exclude, key=request.request_id, timeout_s=timeout_s)
+        for router in answer.late:
+            self._tell(router, "release", request.request_id)  # what it still decides, nobody follows
+        route: Route = answer.value
         return route
+
+    async def ask_router(self, method: str, *args: Any, key: str = "", timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """Call a method of one router, of another one where that is unavailable or silent.
+
+        Args:
+            method, args: the call; it may be made of several routers.
+            key: chooses whom to ask first.
+            timeout_s: bound on all of it.
+
+        Raises:
+            KVPoolError: what a router raised; UnavailableError when all of them are unavailable.
+        """
+        return (await self._ask(method, *args, key=key, timeout_s=timeout_s)).value
+
+    async def ask_routers(
+        self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S
+    ) -> dict[str, Any | KVPoolError]:
+        """Call a method of every router; what each answered, or the error instead."""
+
+        async def ask(name: str) -> Any | KVPoolError:
+            try:
+                return await self.call(name, method, *args, timeout_s=timeout_s)
+            except KVPoolError as error:
+                return error
+
+        names = await self.routers()
+        return dict(zip(names, await asyncio.gather(*(ask(name) for name in names)), strict=True))
+
+    async def _ask(self, method: str, *args: Any, key: str, timeout_s: float) -> Answer:
+        clock_s = asyncio.get_running_loop().time
+        deadline_s = clock_s() + timeout_s
+
+        async def ask(name: str) -> Any:
+            try:
+                value = await self.call(name, method, *args, timeout_s=max(0.001, deadline_s - clock_s()))
+            except UnavailableError:
+                self._routers.failed(name, clock_s())
+                raise
+            self._routers.answered(name)
+            return value
+
+        answer = await ask_in_turn(self._routers.order(key, clock_s()), ask, min(PATIENCE_S, timeout_s / 2))
+        for name in answer.late:
+            self._routers.failed(name, clock_s())
+        return answer
 
     async def stream(self, route: Route, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[TokenChunk]:
         """Tokens of one attempt, until the last chunk.
@@ -189,9 +246,9 @@ class ClusterConnection:
             step.cancel()
 
     async def _is_member(self, key: WorkerKey, timeout_s: float) -> bool:
-        """False only when the router positively knows the worker is gone; an unknown is no reason to drop it."""
+        """False only when a router positively knows the worker is gone; an unknown is no reason to drop it."""
         try:
-            return bool(await self.call(ROUTER_NAME, "is_member", key, timeout_s=timeout_s))
+            return bool(await self.ask_router("is_member", key, key=str(key), timeout_s=timeout_s))
         except UnavailableError:
             return True
 

@@ -1,4 +1,4 @@
-"""Starts a whole cluster and ends it: metadata servers, Ray, the router and the workers.
+"""Starts a whole cluster and ends it: metadata servers, Ray, the routers and the workers.
 
 By default Ray is an embedded local one that lives and dies with this process; with ``ray_address`` the actors are
 placed on a running Ray cluster, which is left running. Whatever happens, `Cluster.close` leaves no process, port,
@@ -22,7 +22,6 @@ import ray
 import ray.exceptions
 
 from kvpool.cluster.connection import (
-    ROUTER_NAME,
     ClusterConnection,
     ClusterInfo,
     be_quiet,
@@ -35,6 +34,7 @@ from kvpool.cluster.guardian import reap, spawn_guardian
 from kvpool.cluster.nodes import ExtraNode
 from kvpool.cluster.processes import MetadataProcesses
 from kvpool.cluster.ray_auth import provide_token
+from kvpool.cluster.routers import router_name
 from kvpool.cluster.state import DEFAULT_NAME
 from kvpool.config import ClusterConfig, WorkerConfig
 from kvpool.errors import ConfigError, KVPoolError, UnavailableError
@@ -70,7 +70,7 @@ class _Launched:
     owns_ray: bool = False
     gateway: bool = False
     nodes: list[ExtraNode] = field(default_factory=list)
-    router: Any = None
+    routers: dict[str, Any] = field(default_factory=dict)
     workers: dict[WorkerId, Any] | None = None
 
 
@@ -216,7 +216,7 @@ class Cluster:
                     steps.callback(ray.shutdown)
                 for node in launched.nodes:
                     steps.callback(node.kill)
-                steps.callback(_stop_actors, [*(launched.workers or {}).values(), launched.router])
+                steps.callback(_stop_actors, [*(launched.workers or {}).values(), *launched.routers.values()])
                 if launched.gateway:
                     steps.callback(stop_gateway, self.name)
 
@@ -244,9 +244,8 @@ class Cluster:
             for worker_id in self._new_ids(group.count):
                 launched.workers[worker_id] = self._create_worker(worker_id, group)
         ready = _wait_ready(launched.workers)
-        progress("router: starting")
-        launched.router = self._create_router(ready)
-        _get(launched.router.ready.remote(len(launched.workers)), "router", READY_TIMEOUT_S)
+        progress(f"router: starting {self.config.router.count}")
+        self._start_routers(ready)
         if self.config.gateway.port is not None:
             progress(f"gateway: starting on port {self.config.gateway.port}")
             launched.gateway = True
@@ -272,19 +271,27 @@ class Cluster:
         )
         return options.remote(spec)
 
-    def _create_router(self, ready: list[WorkerReady]) -> Any:
+    def _start_routers(self, ready: list[WorkerReady]) -> None:
+        """Start all and wait until each knows every worker."""
         assert self._model is not None
+        names = tuple(router_name(number) for number in range(self.config.router.count))
         info = ClusterInfo(
             model=self._model.name,
             max_context_tokens=min(item.max_context_tokens for item in ready),
             namespace=ready[0].namespace,
             metadata=self.metadata.addresses,
             workers=self.worker_ids,
+            routers=names,
         )
-        options = RouterActor.options(  # type: ignore[attr-defined]
-            name=ROUTER_NAME, namespace=namespace_of(self.name)
-        )
-        return options.remote(self.config.router, info, str(self.cluster_dir))
+        strategy = "SPREAD" if len(names) > 1 else "DEFAULT"  # a node that dies should not take all of them
+        for name in names:
+            options = RouterActor.options(  # type: ignore[attr-defined]
+                name=name, namespace=namespace_of(self.name), scheduling_strategy=strategy
+            )
+            self._launched.routers[name] = options.remote(self.config.router, info, str(self.cluster_dir), name)
+        known = {name: actor.ready.remote(len(ready)) for name, actor in self._launched.routers.items()}
+        for name, reference in known.items():
+            _get(reference, name, READY_TIMEOUT_S)
 
 
 def _end_guardian(guardian: subprocess.Popen[bytes]) -> None:

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
-from kvpool.cluster.connection import ROUTER_NAME, ClusterConnection
+from kvpool.cluster.connection import ClusterConnection
+from kvpool.cluster.merge import merge, router_rows
 from kvpool.errors import DeadlineError, KVPoolError, UnavailableError
 from kvpool.metadata.client import MetadataClient
 
@@ -14,16 +15,20 @@ PART_TIMEOUT_S = 3.0
 
 
 async def cluster_status(connection: ClusterConnection) -> dict[str, Any]:
-    """Status of router, workers and metadata servers. A part that does not answer is named, with its error.
+    """Status of routers, workers and metadata servers. A part that does not answer is named, with its error.
 
     Returns:
-        ``{"model", "router", "workers": {id: …}, "metadata": {address: …}}``; a dead part is ``{"error": …}``.
+        ``{"model", "router", "routers": {name: …}, "workers": {id: …}, "metadata": {address: …}}``; a dead part is
+        ``{"error": …}``. ``router`` is what those that answer have to say together (`kvpool.cluster.merge`).
     """
     try:
         info = await connection.info()
     except KVPoolError as error:
-        return {"router": _dead(error), "workers": {}, "metadata": {}}
-    router = await _part(connection.call(ROUTER_NAME, "status", timeout_s=PART_TIMEOUT_S))
+        return {"router": _dead(error), "routers": {}, "workers": {}, "metadata": {}}
+    told = await connection.ask_routers("status", timeout_s=PART_TIMEOUT_S)
+    routers = {name: _dead(part) if isinstance(part, KVPoolError) else part for name, part in told.items()}
+    alive = {name: part for name, part in routers.items() if "workers" in part}
+    router = merge(alive) if alive else next(iter(routers.values()))
     joined = {item["worker"].partition("@")[0] for item in router.get("workers", [])}
     workers = (*info.workers, *sorted(joined - set(info.workers)))  # those that were added later are members too
     others = await asyncio.gather(
@@ -33,6 +38,7 @@ async def cluster_status(connection: ClusterConnection) -> dict[str, Any]:
     return {
         "model": info.model,
         "router": router,
+        "routers": router_rows(routers),
         "workers": dict(zip(workers, others, strict=False)),
         "metadata": dict(zip(info.metadata, others[len(workers) :], strict=True)),
     }

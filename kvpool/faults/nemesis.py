@@ -22,8 +22,8 @@ from pathlib import Path
 
 import psutil
 
-from kvpool.cluster.connection import ROUTER_NAME
 from kvpool.cluster.launcher import Cluster
+from kvpool.cluster.routers import is_router
 from kvpool.config import WorkerConfig
 from kvpool.errors import KVPoolError, RequestError, UnavailableError
 from kvpool.faults.disks import damage_files, no_space
@@ -47,7 +47,6 @@ POLL_S = 0.05
 CALL_TIMEOUT_S = 2.0
 NOMINAL_LINK_BYTES_PER_S = 1_000_000_000.0
 NAMESPACES, SHAPING = "network namespaces", "shaping transport"
-ACTOR_TITLES = {ROUTER_NAME: "RouterActor"}
 
 Flood = Callable[[int, int], Awaitable[None]]
 """Sends that many requests with unique prompts of that many tokens, and waits for their answers."""
@@ -115,6 +114,10 @@ class Nemesis:
     async def _two_live(self) -> bool:
         return len(self.workers()) >= 2
 
+    async def a_router(self) -> str:
+        """One of the routers, by chance."""
+        return self.arena.rng.choice(await self.arena.connection.routers())
+
     def workers(self) -> list[WorkerId]:
         """Live members, by name."""
         members = self.arena.watcher.members().items()
@@ -132,7 +135,7 @@ class Nemesis:
             UnavailableError: it does not answer, or its process is not on this machine.
         """
         pid: int = await self.arena.connection.call(actor, "pid", timeout_s=CALL_TIMEOUT_S)
-        title = ACTOR_TITLES.get(actor, "WorkerActor")
+        title = "RouterActor" if is_router(actor) else "WorkerActor"
         with contextlib.suppress(psutil.Error):
             if title in "".join(psutil.Process(pid).cmdline()[:1]):
                 return pid
@@ -194,15 +197,21 @@ class Nemesis:
         return not audit["active"]
 
     async def _serves(self, actor: str, old_key: WorkerKey | None, old_pid: int) -> bool:
-        """A process other than the old one answers; for a worker, one that router and directory know."""
+        """A process other than the old one answers; for a worker, one that every router knows."""
         if await self.pid_of(actor) == old_pid:
             return False
-        status = await self.arena.connection.call(ROUTER_NAME, "status", timeout_s=CALL_TIMEOUT_S)
-        alive = {item["worker"] for item in status["workers"] if item["state"] == MemberState.ALIVE.value}
-        if actor == ROUTER_NAME:
-            return status["metadata"]["connected"] and set(map(str, self.arena.watcher.members())) <= alive
+        if is_router(actor):
+            connected, alive = await self._known_to(actor)
+            return connected and set(map(str, self.arena.watcher.members())) <= alive
         own: str = (await self.arena.connection.call(actor, "audit", timeout_s=CALL_TIMEOUT_S))["key"]
-        return own in alive and own != str(old_key)
+        views = [await self._known_to(router) for router in await self.arena.connection.routers()]
+        return own != str(old_key) and all(own in alive for _, alive in views)
+
+    async def _known_to(self, router: str) -> tuple[bool, set[str]]:
+        """Whether a router hears a directory, and the workers that live for all it knows."""
+        status = await self.arena.connection.call(router, "status", timeout_s=CALL_TIMEOUT_S)
+        alive = {item["worker"] for item in status["workers"] if item["state"] == MemberState.ALIVE.value}
+        return status["metadata"]["connected"], alive
 
     # ── strikes on Ray nodes ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -220,7 +229,7 @@ class Nemesis:
                 return
             node = cluster.nodes[0]
             pids = await asyncio.to_thread(node.pids)
-            actors: list[str] = [ROUTER_NAME, *self.workers()]
+            actors: list[str] = [*await self.arena.connection.routers(), *self.workers()]
             here = {actor: pid for actor in actors if (pid := await self.pid_of(actor)) in pids}
             keys = {actor: self.key_of(WorkerId(actor)) for actor in here}
             faults = [
@@ -346,7 +355,7 @@ class Nemesis:
 
     async def _learned_rate(self, holder: WorkerId) -> float:
         """Bytes per second of the slowest known link from a holder; a nominal rate when none is known."""
-        status = await self.arena.connection.call(ROUTER_NAME, "status", timeout_s=CALL_TIMEOUT_S)
+        status = await self.arena.connection.ask_router("status", timeout_s=CALL_TIMEOUT_S)
         rates = [item["beta_gbytes_per_s"] * 1e9 for item in status["links"] if item["holder"] == holder]
         rate = min(rates, default=NOMINAL_LINK_BYTES_PER_S)
         return rate if math.isfinite(rate) and rate > 0 else NOMINAL_LINK_BYTES_PER_S

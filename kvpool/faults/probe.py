@@ -14,7 +14,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool.cluster.connection import ROUTER_NAME, ClusterConnection, ClusterInfo
+from kvpool.cluster.connection import ClusterConnection, ClusterInfo
+from kvpool.cluster.merge import merge
+from kvpool.cluster.routers import ROUTER_NAME
 from kvpool.errors import KVPoolError
 from kvpool.faults.history import HistoryWriter, Kind
 from kvpool.hashing import block_hashes
@@ -153,23 +155,31 @@ class RecordingConnection(ClusterConnection):
 
 
 async def watch_states(connection: ClusterConnection, history: HistoryWriter, stop: asyncio.Event) -> None:
-    """Write down what the router says of its workers, a few times a second, until told to stop."""
+    """Write down what the routers say of their workers, a few times a second, until told to stop."""
     while not stop.is_set():
         try:
-            status = await connection.call(ROUTER_NAME, "status", timeout_s=STATE_TIMEOUT_S)
-        except KVPoolError as error:
-            history.add(Kind.STATE, error=error.code)
-        else:
-            workers = status["workers"]
-            history.add(
-                Kind.STATE,
-                alive=[item["worker"] for item in workers if item["state"] == MemberState.ALIVE.value],
-                others={item["worker"]: item["state"] for item in workers if item["state"] != MemberState.ALIVE.value},
-                connected=status["metadata"]["connected"],
-                decisions=status["decisions"],
-                failures=status["failures"],
-            )
+            answers = await connection.ask_routers("status", timeout_s=STATE_TIMEOUT_S)
+        except KVPoolError as error:  # nobody has said yet which routers there are
+            answers = {ROUTER_NAME: error}
+        history.add(Kind.STATE, **_state(answers))
         await asyncio.sleep(STATE_PERIOD_S)
+
+
+def _state(answers: dict[str, Any]) -> dict[str, Any]:
+    """A worker lives as long as one router that answers offers it."""
+    statuses = {name: answer for name, answer in answers.items() if not isinstance(answer, KVPoolError)}
+    if not statuses:
+        return {"error": next(iter(answers.values())).code}
+    merged = merge(statuses)
+    states = {(item["worker"], item["state"]) for status in statuses.values() for item in status["workers"]}
+    alive = {worker for worker, state in states if state == MemberState.ALIVE.value}
+    return {
+        "alive": sorted(alive),
+        "others": {worker: state for worker, state in sorted(states) if worker not in alive},
+        "connected": all(status["metadata"]["connected"] for status in statuses.values()),
+        "decisions": merged["decisions"],
+        "failures": merged["failures"],
+    }
 
 
 class Auditor:
@@ -200,9 +210,13 @@ class Auditor:
             await asyncio.sleep(AUDIT_PERIOD_S)
 
     async def audit(self, workers: tuple[str, ...]) -> dict[str, Any]:
-        """One look at everybody: the fields of a `Kind.AUDIT` record. Who does not answer is named with its error."""
-        router, *answers = await asyncio.gather(*(self._ask(name) for name in (ROUTER_NAME, *workers)))
-        directories = {}
+        """One look at everybody: the fields of a `Kind.AUDIT` record. Who does not answer is named with its error.
+
+        Routers beyond the first stand among the directories: theirs are copies as well.
+        """
+        first, *others = await self._connection.routers()
+        router, *answers = await asyncio.gather(*(self._ask(name) for name in (first, *workers)))
+        directories = {name: await self._ask(name) for name in others}
         for address, watcher in self._watchers.items():
             if watcher.connected:
                 digests = await asyncio.to_thread(watcher.digests)

@@ -18,7 +18,7 @@ from kvpool.client import AsyncKVPoolClient
 from kvpool.cluster.connection import ClusterConnection, ClusterInfo, connect_ray
 from kvpool.cluster.launcher import Cluster
 from kvpool.cluster.manual import ManualRouter
-from kvpool.config import ClusterConfig, EngineConfig, MetadataConfig, StoreConfig, WorkerConfig
+from kvpool.config import ClusterConfig, EngineConfig, MetadataConfig, RouterConfig, StoreConfig, WorkerConfig
 from kvpool.errors import KVPoolError, RequestError, UnavailableError
 from kvpool.faults.history import HistoryWriter, Kind
 from kvpool.faults.measures import Bounds
@@ -79,6 +79,7 @@ def embedded_config(
     needs: Needs,
     *,
     workers: int,
+    routers: int = 1,
     lease_ms: int,
     model: str | None,
     disk_path: str | None = None,
@@ -95,7 +96,11 @@ def embedded_config(
     group = WorkerConfig(
         count=workers, engine=engine, store=store, transport=SHAPED + transport if needs.shaped else transport
     )
-    return ClusterConfig(workers=(group,), metadata=MetadataConfig(replicas=needs.metadata_replicas, lease_ms=lease_ms))
+    return ClusterConfig(
+        workers=(group,),
+        router=RouterConfig(count=routers),
+        metadata=MetadataConfig(replicas=needs.metadata_replicas, lease_ms=lease_ms),
+    )
 
 
 def open_network(needs: Needs, progress: Progress) -> Network | None:

@@ -19,6 +19,7 @@ from kvpool.cluster.connection import ClusterInfo
 from kvpool.cluster.guardian import cluster_processes
 from kvpool.cluster.launcher import Cluster
 from kvpool.cluster.manual import ManualRouter
+from kvpool.cluster.routers import is_router
 from kvpool.metadata.watcher import MetadataWatcher
 from kvpool.plan import Route
 from kvpool.request import GenerateRequest, GenerateResult, RequestStats, SamplingParams, TokenLogprobs
@@ -93,8 +94,8 @@ class ClusterKit:
         return len(answering) == count and answering == members == known
 
     def pid_of(self, actor: str) -> int:
-        """Process id of a worker or the router of this cluster."""
-        kind = "RouterActor" if actor == "router" else "WorkerActor"
+        """Process id of a worker or a router of this cluster."""
+        kind = "RouterActor" if is_router(actor) else "WorkerActor"
         pid: int = self.run(self.connection.call(actor, "pid"))
         assert kind in psutil.Process(pid).cmdline()[0]
         return pid

@@ -7,6 +7,7 @@ import concurrent.futures
 import socket
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -212,3 +213,52 @@ def test_a_search_whose_thread_could_not_be_started_is_made_again(monkeypatch: p
             connection._search("router")
     with pytest.raises(UnavailableError):
         connection._search("router").result(10)
+
+
+class _TwoRouters(ClusterConnection):
+    """Two routers of which the one named in ``silent`` never answers; notes what each is asked and told."""
+
+    def __init__(self, silent: str) -> None:
+        super().__init__("c")
+        self.silent = silent
+        self.asked: list[tuple[str, str]] = []
+        self.told: list[tuple[Any, ...]] = []
+
+    async def call(self, actor: str, method: str, *args: Any, timeout_s: float = 0.0) -> Any:
+        self.asked.append((actor, method))
+        if actor == self.silent:
+            await asyncio.wait_for(asyncio.Event().wait(), timeout_s)
+        if method == "info":
+            return SimpleNamespace(routers=("router", "router-1"))
+        return ROUTE if method == "route" else False
+
+    def _tell(self, actor: str, method: str, *args: Any) -> None:
+        self.told.append((actor, method, *args))
+
+
+@pytest.mark.parametrize("silent", ["router", "router-1"])
+def test_a_silent_routers_requests_go_to_the_other_one_and_what_it_decides_late_is_given_back(
+    silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.cluster.connection.PATIENCE_S", 0.01)
+    connection = _TwoRouters(silent)
+    requests = [replace(REQUEST, request_id=RequestId(f"r-{number}")) for number in range(8)]
+
+    async def use() -> list[Route]:
+        await connection.info()
+        return [await connection.route(request, frozenset(), 30.0) for request in requests]
+
+    assert asyncio.run(asyncio.wait_for(use(), 20.0)) == [ROUTE] * len(requests)
+    assert {told[:2] for told in connection.told} <= {(silent, "release")}
+    asked = [actor for actor, method in connection.asked if method == "route" and actor == silent]
+    assert len(asked) == len(connection.told) <= 1, "it is left alone for a while then"
+
+
+def test_whether_a_worker_lives_is_asked_of_a_router_that_answers() -> None:
+    connection = _TwoRouters(silent="router")
+
+    async def use() -> bool:
+        connection._routers.learn(("router", "router-1"))
+        return await connection._is_member(KEY, 0.2)
+
+    assert asyncio.run(asyncio.wait_for(use(), 20.0)) is False

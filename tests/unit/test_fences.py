@@ -58,6 +58,7 @@ PURE = (
     "kvpool/faults/report.py",
     "kvpool/faults/beside.py",
     "kvpool/store/ranges.py",
+    "kvpool/cluster/merge.py",
     "router/signals.py",
     "router/estimators.py",
     "router/cost.py",
