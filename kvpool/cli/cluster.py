@@ -14,6 +14,7 @@ import typer
 from kvpool.cli.connect import open_client, running_state
 from kvpool.cli.output import AddressOption, JsonOption, NameOption, console, guarded, print_json, print_table, progress
 from kvpool.cluster.state import DEFAULT_NAME, read_state
+from kvpool.cluster.summary import summary
 from kvpool.config import MAX_ROUTERS, ClusterConfig, load_config, parse_config
 from kvpool.errors import KVPoolError, RequestError, UnavailableError
 
@@ -131,6 +132,9 @@ def _status(address: str | None, name: str, as_json: bool) -> None:
     if as_json:
         print_json(value)
         return
+    for word, text in summary(value):
+        console.print(f"{word:<10} {text}", highlight=False, soft_wrap=True)
+    console.print()
     if len(value["routers"]) > 1:
         _print_rows("routers", _rows(value["routers"]))
     for part in ("router", "workers", "metadata"):

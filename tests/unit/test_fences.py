@@ -59,6 +59,7 @@ PURE = (
     "kvpool/faults/beside.py",
     "kvpool/store/ranges.py",
     "kvpool/cluster/merge.py",
+    "kvpool/cluster/summary.py",
     "router/signals.py",
     "router/estimators.py",
     "router/cost.py",
