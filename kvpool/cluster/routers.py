@@ -19,7 +19,7 @@ from kvpool.config import MAX_ROUTERS
 from kvpool.errors import KVPoolError, UnavailableError
 
 ROUTER_NAME = "router"
-PATIENCE_S = 1.0
+PATIENCE_S = 0.5
 """How long one router may be silent before another one is asked as well. The first is not given up: on a machine that
 is merely busy its answer still counts."""
 SHUN_S = 5.0
