@@ -389,8 +389,8 @@ class RouterCore:
         found = self._records.of_request(request_id)
         if not found:
             raise RequestError(
-                f"no decision about request {request_id!r} is kept; it is unknown to this router or older than its "
-                f"{len(self._records)} records",
+                f"no decision about request {request_id!r} is kept; it is unknown to this router or older than "
+                f"what it keeps (records now: {len(self._records):,})",
                 request_id=request_id,
             )
         return [line for record in found for line in explain_lines(record)]

@@ -25,6 +25,9 @@ from kvpool.errors import InvariantViolation
 from kvpool.store.pool import BlockPool
 from kvpool.types import BlockHash, BlockId, Tier
 
+FIND_BLOCKS = 512
+"""Looked up in one critical section: peers' reads wait for the lock meanwhile."""
+
 
 class DevicePublisher(Protocol):
     """Whom a tier tells; see `kvpool.store.segment.StorePublisher`."""
@@ -77,12 +80,16 @@ class DeviceTier:
 
         A place stays valid until the next `admit` while a sequence holds a reference on the segment's page.
         """
-        with self._lock:
-            places = [self._pool.lookup(block_hash) for block_hash in hashes]
-            used = [place for place in places if place is not None]
-            self._pool.acquire(used)
-            self._pool.release(used, self._clock_ns())
-            return places
+        places: list[BlockId | None] = []
+        now_ns = self._clock_ns()
+        for start in range(0, len(hashes), FIND_BLOCKS):
+            with self._lock:
+                found = [self._pool.lookup(block_hash) for block_hash in hashes[start : start + FIND_BLOCKS]]
+                used = [place for place in found if place is not None]
+                self._pool.acquire(used)
+                self._pool.release(used, now_ns)
+            places += found
+        return places
 
     def admit(self, offers: Sequence[Offer]) -> list[tuple[int, BlockId]]:
         """Give places to blocks of one chain, in its order, as far as there is room behind their parents.

@@ -24,7 +24,7 @@ from kvpool.store.segment import Segment
 from kvpool.store.selection import Selection
 from kvpool.types import BlockHash, RequestId
 from tests.engine_parity import LOGPROB_TOLERANCE, WatchedTorch, save_random_model, tiny_llama
-from tests.multiprocess.test_worker_core import BLOCK_TOKENS, FAKE, SECOND_NS, Pool, load_plan, make_kind
+from tests.multiprocess.worker_core_support import BLOCK_TOKENS, FAKE, SECOND_NS, Pool, load_plan, make_kind
 from tests.worker_support import Collector, WatchedFake, make_request
 from workers.core import WorkerCore
 from workers.engine.base import SequenceSlice

@@ -24,7 +24,7 @@ from kvpool.store.selection import Selection
 from kvpool.types import BlockHash, Tier, WorkerEpoch, WorkerId, WorkerKey
 from tests.engine_parity import save_random_model, tiny_llama
 from tests.multiprocess.cluster_kit import wait_until
-from tests.multiprocess.test_worker_core import BLOCK_TOKENS, FAKE, Pool, load_plan, make_kind
+from tests.multiprocess.worker_core_support import BLOCK_TOKENS, FAKE, Pool, load_plan, make_kind
 from tests.worker_support import make_request
 from workers.assemble import WorkerSpec, _open_disk
 from workers.core import WorkerCore

@@ -19,7 +19,7 @@ from kvpool.transport.memory import MemoryTransport
 from kvpool.types import BlockHash, Tier, WorkerEpoch, WorkerId, WorkerKey
 from tests.contract.metadata_support import member
 from tests.multiprocess.cluster_kit import wait_until
-from tests.multiprocess.test_worker_core import BLOCK_TOKENS, FAKE, Pool
+from tests.multiprocess.worker_core_support import BLOCK_TOKENS, FAKE, Pool
 from tests.worker_support import make_request
 from workers.core import WorkerCore
 from workers.housekeeping import Housekeeper

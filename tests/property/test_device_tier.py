@@ -11,6 +11,7 @@ from random import Random
 import pytest
 
 from kvpool.errors import InvariantViolation
+from kvpool.store import device
 from kvpool.store.device import Offer
 from kvpool.store.segment import SealRequest, Segment, SegmentConfig
 from kvpool.store.selection import Selection
@@ -116,8 +117,11 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_place_never_serves_another_block_whatever_leaves_the_segment_or_the_tier(seed: int) -> None:
+def test_a_place_never_serves_another_block_whatever_leaves_the_segment_or_the_tier(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = Random(seed)
+    monkeypatch.setattr(device, "FIND_BLOCKS", rng.choice([1, 3, 512]))
     num_blocks = rng.choice([6, 12, 40])
     world = World(rng, num_blocks, rng.choice([1, num_blocks // 2, num_blocks]))
     for _ in range(150):

@@ -14,7 +14,8 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 
-from tests.simulation.metadata_world import Faults, World
+from tests.simulation.metadata_processes import Faults
+from tests.simulation.metadata_world import World
 from tests.simulation.pool_world import PoolWorld, Swarm
 
 PROGRESS_S = 10.0

@@ -22,7 +22,7 @@ from kvpool.store.segment import Segment, SegmentConfig
 from kvpool.transfer.loader import Loader
 from kvpool.types import BlockHash, MemberInfo, Tier, WorkerKey
 from tests.contract.metadata_support import member
-from tests.simulation.metadata_world import Worker
+from tests.simulation.metadata_processes import Worker
 from tests.simulation.pool_transport import SimTransport
 from tests.worker_support import WatchedFake, namespace
 from workers.block_table import BlockTable

@@ -25,7 +25,8 @@ from router.core import RequestMeta, RouterCore
 from router.planning import Params
 from router.policies import KVPoolPolicy
 from router.signals import Features
-from tests.simulation.metadata_world import LEASE_NS, NO_FAULTS, Faults, Process, Router, World
+from tests.simulation.metadata_processes import LEASE_NS, NO_FAULTS, Faults, Process, Router
+from tests.simulation.metadata_world import World
 from tests.simulation.pool_client import Ask, check_ask
 from tests.simulation.pool_worker import BLOCK_TOKENS, PoolWorker
 from tests.worker_support import VOCAB, namespace, reference

@@ -15,7 +15,8 @@ from kvpool.errors import InvariantViolation
 from kvpool.metadata.events import BatchAck, EventBatch
 from kvpool.metadata.outbox import Outbox
 from kvpool.metadata.state import DirectoryState
-from tests.simulation.metadata_world import NO_FAULTS, Faults, World
+from tests.simulation.metadata_processes import NO_FAULTS, Faults
+from tests.simulation.metadata_world import World
 
 SEEDS = int(os.environ.get("KVPOOL_SIM_SEEDS", "500"))
 GROUP = 50
