@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-OWN_NUMBERS = ("records", "records_dropped", "promises", "share_of_the_traffic")
+OWN_NUMBERS = ("records", "records_dropped", "promises")
 OWN_COUNTS = ("decisions", "admissions")
 HEARD_COUNTERS = frozenset({"reports_of_strangers", "reports_repeated"})
-OF_EACH = ("router_id", "learned", "metadata")
+OF_EACH = ("router_id", "share_of_the_traffic", "learned", "metadata")
 
 
 def merge(statuses: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,57 @@
+"""``kvpool up``: what its options mean, and what it says when somebody changes their mind."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.cli import cluster
+from kvpool.config import ClusterConfig
+from kvpool.errors import RequestError
+
+
+def test_the_options_are_settings_and_a_file_has_its_own() -> None:
+    config = cluster._settings(None, 2, None, None, 3)
+    assert (config.num_workers, config.router.count) == (2, 3)
+    assert cluster._settings(None, None, None, None) == ClusterConfig()
+    with pytest.raises(RequestError, match="--routers"):
+        cluster._settings(Path("kvpool.toml"), None, None, None, 2)
+
+
+class _Supervisor:
+    """A start that is interrupted after its first word; notes what was done to it, and what had been said by then."""
+
+    def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
+        self.stdout = self._lines()
+        self.said_before: dict[str, str] = {}
+        self._capture = capture
+
+    def _lines(self) -> Iterator[str]:
+        yield '{"progress": "ray: starting"}'
+        raise KeyboardInterrupt
+
+    def terminate(self) -> None:
+        self.said_before["terminate"] = self._capture.readouterr().err
+
+    def wait(self, _timeout_s: float) -> int:
+        self.said_before["wait"] = ""
+        return 0
+
+
+def test_an_interrupted_up_says_at_once_that_it_stops_and_waits_for_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    supervisor = _Supervisor(capsys)
+
+    def start(*_: Any, **__: Any) -> _Supervisor:
+        return supervisor
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(KeyboardInterrupt):
+        cluster._up(ClusterConfig(), "c", None, False)
+    assert list(supervisor.said_before) == ["terminate", "wait"]
+    assert "stopping" in supervisor.said_before["terminate"]
