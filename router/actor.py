@@ -27,6 +27,7 @@ from kvpool.reports import WorkerReport
 from kvpool.request import NO_LIMITS, GenerateRequest
 from kvpool.types import MemberInfo, MemberState, RequestId, WorkerKey
 from kvpool.wallclock import unix_ns
+from router.compiled import kernels
 from router.core import RequestMeta, RouterCore
 from router.keeper import Keeper
 from router.record import DecisionRecord
@@ -64,6 +65,7 @@ class RouterActor:
     def __init__(
         self, config: RouterConfig, info: ServedModel, cluster_dir: str | None = None, name: str = "router"
     ) -> None:
+        kernels()  # before the first request: compiling takes seconds, once on a machine
         self._info = info
         self._name = name
         self._started_ns = unix_ns()

@@ -158,7 +158,9 @@ class RouterCore:
             part = roles.hand_over(request, snapshot, Params(), decision, decoders, f"{decision_id}{SECOND_PART}")
         admission = self._admit(meta, decision_id, request, snapshot, decision, part)
         self._remember(decision_id, request, snapshot, decision, admission)
-        for key in self._ledger.reserve(meta.request_id, decision.promise.scaled(self._peers.scale), now_ns):
+        scale = self._peers.scale
+        promise = decision.promise if scale == 1.0 else decision.promise.scaled(scale)
+        for key in self._ledger.reserve(meta.request_id, promise, now_ns):
             self._fleet.set_totals(key, self._ledger.totals(key))
         self._fleet.note_arrival(decision.position, now_ns)
         if part is not None:
@@ -197,16 +199,14 @@ class RouterCore:
             now_ns=now_ns,
             workers=self._fleet.workers,
             positions=self._fleet.index,
-            columns=self._fleet.columns,
+            columns=self._fleet.settle(),
             prefixes=self._directory.prefixes(chain) if chain else {},
             footprint=self._footprint,
             links=self._fleet,
             failures=self._learned.failures,
             fastest=self._fleet.fastest(),
-            oldest_report_ns=self._fleet.oldest_report_ns(),
             features=self._features,
             arrival_scale=self._fleet.arrival_scale(now_ns),
-            pressure=self._fleet.pressure(),
             together=self._learned.together.shares,
             fills=self._fills,
         )

@@ -6,46 +6,33 @@ to the worker with the fewest requests, then by a hash of the request id over th
 the order of candidates, and different for different requests, so that several routers do not agree on one of many
 equal workers.
 
-Redo is scored for all workers at once (`router.scores`). Loads are priced pair by pair (worker, holder) as far as a
-lower bound (`router.bounds`) is below the best score found: the optimum is not lost, and of workers × holders pairs a
-few are priced. Of holders that could still win, at most `MAX_HOLDERS` are tried when there are many workers.
+Redo is scored for all workers at once, and so is every load from one holder (`router.kernel`). Holders are tried in the
+order of a lower bound, until none is below the best score found: the optimum is not lost, and of many holders a few
+are tried, at most `MAX_HOLDERS`.
 """
 
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Mapping
-from operator import itemgetter
 from typing import NamedTuple
 
-import numpy as np
-
-from kvpool.plan import Plan
-from kvpool.types import RequestId, Tier, WorkerKey
+from kvpool.plan import Plan, PlanKind
+from kvpool.types import RequestId, WorkerKey
 from router import cost
-from router.bounds import (
-    Ahead,
-    Fleetwide,
-    best_case,
-    load_bound,
-    look_ahead,
-    pairs_in_reach,
-    rest_behind,
-    rest_ns,
-    whole_ns,
-)
-from router.cost import Pair, Price
+from router.compiled import kernels
+from router.cost import Price
+from router.kernel import REDO, WAIT, Floats, LoadCost, SplitCost
 from router.planning import Params, Promise, build_plan, build_promise, build_striped_plan
-from router.scores import FEW_WORKERS, Case, harm_ns, score_redo
-from router.signals import Column, Floats, Holding, RequestView, Snapshot, holdings, readable
+from router.scores import Case, open_case
+from router.signals import Holding, RequestView, Snapshot
 from router.striping import MIN_GAIN, Stripes, Way, best_stripes
-
-LOOSE_PAIRS = 3
-"""With more pairs than this below the best score, a tighter bound is cheaper than pricing them all."""
 
 MAX_HOLDERS = 16
 """Bounds the time of a decision when hundreds of workers hold a hot prefix and their links differ a little."""
+
+
+_LOAD, _SPLIT = PlanKind.LOAD, PlanKind.SPLIT  # looking a member up takes longer than comparing with it
 
 
 class LoadPrice(NamedTuple):
@@ -56,6 +43,10 @@ class LoadPrice(NamedTuple):
     price: Price
 
 
+Tried = tuple[Holding, int, LoadCost, SplitCost]
+"""A holder, the worker that would best load from it, and what a load and a split would cost there."""
+
+
 class Decision(NamedTuple):
     """The verdict. Columns are in the order of the snapshot's workers; nobody writes them any more.
 
@@ -64,11 +55,12 @@ class Decision(NamedTuple):
         price_ns: expected time to the first token.
         owners: blocks of the prompt each worker holds, by position, without zeros.
         wait, redo: wait for each GPU, and prefill of what the worker lacks.
-        loads: plans with loads that were priced; all others could not have been chosen.
+        tried: of each holder that was tried, the best worker with its load and its split.
+        priced: further plans with loads that were priced.
         own_blocks: what the chosen worker itself has of the prompt.
         holders: workers that hold a part of the prompt.
         together: for a load from several holders, when it starts and its time per byte as the plan expects them.
-        load_floor_ns: no load that was not priced could have had a lower score; None when there was none.
+        load_floor_ns: no load that is not in `loads` could have had a lower score; None when there was none.
     """
 
     request_id: RequestId
@@ -77,251 +69,149 @@ class Decision(NamedTuple):
     plan: Plan
     price_ns: int
     owners: Mapping[int, int]
-    wait: Column
-    redo: Column
-    loads: tuple[LoadPrice, ...]
+    wait: Floats
+    redo: Floats
+    tried: tuple[Tried, ...]
+    priced: tuple[LoadPrice, ...]
     promise: Promise
     own_blocks: int
     holders: int = 0
     load_floor_ns: float | None = None
     together: tuple[float, float] | None = None
 
+    @property
+    def loads(self) -> list[LoadPrice]:
+        """Plans with loads that were priced; all others could not have been chosen."""
+        found = []
+        for source, position, load, split in self.tried:
+            found.append(LoadPrice(position, source, Price(_LOAD, *load)))
+            if split[0] < math.inf:
+                found.append(LoadPrice(position, source, Price(_SPLIT, *split)))
+        return [*found, *self.priced]
+
 
 class _Choice(NamedTuple):
-    """Best so far. Compared by score, then harm to others: prefill time, requests, and the turn of the worker."""
+    """Best so far. Compared by score, then harm to others: prefill time, requests, and the turn of the worker. Without
+    a source it is redo; ``cost`` is the rest of its `Price`."""
 
     score: float
     gpu_ns: float
     requests: float
     turn: int
     position: int
-    price: Price
-    source: Holding | None
+    source: Holding | None = None
+    kind: PlanKind = PlanKind.REDO
+    cost: LoadCost | SplitCost = (0.0, 0.0, 0.0, 0, 0.0)
     byte_ns: float = 0.0
 
-
-class _Source(NamedTuple):
-    """A holder that may be read; ordered as holders are tried."""
-
-    bound: float
-    backlog_ns: float
-    rank: int
-    holding: Holding
-    ahead: Ahead
+    def price(self, case: Case) -> Price:
+        """What it costs."""
+        if self.source is None:
+            return cost.price_redo(case.wait_ns(self.position), self.gpu_ns, case.owners.get(self.position, 0))
+        return Price(self.kind, *self.cost)
 
 
-def decide(request: RequestView, snapshot: Snapshot, params: Params, few: int = FEW_WORKERS) -> Decision:
-    """Choose worker and plan for a request; ``few`` as in `router.scores.score_redo`.
+def decide(request: RequestView, snapshot: Snapshot, params: Params) -> Decision:
+    """Choose worker and plan for a request.
 
     Raises:
         UnavailableError: no worker can take it.
     """
-    case = _open_case(request, snapshot, params, few)
-    choice, floor = _best_redo(case), None
-    loads: list[LoadPrice] = []
-    if params.loads and snapshot.features.load and case.held:
-        choice, floor = _best_load(case, choice, loads)
-    stripes = None
-    if params.loads and snapshot.features.stripes > 1 and len(case.held) > 1:
-        choice, stripes = _best_stripes(case, choice, loads)
+    case = open_case(request, snapshot, params)
+    choice, floor, stripes = _Choice(*case.redo[:5]), None, None
+    tried: list[Tried] = []
+    priced: list[LoadPrice] = []
+    if params.loads and case.held and snapshot.features.load:
+        choice, floor = _best_load(case, choice, tried)
+        if snapshot.features.stripes > 1 and len(case.held) > 1:
+            choice, stripes = _best_stripes(case, choice, priced)
+        if params.priced_pairs:
+            _price_more(case, tried, priced)
     position = choice.position
-    own = case.owners.get(position, 0)
+    own, price = case.owners.get(position, 0), choice.price(case)
     if stripes is None:
-        plan = build_plan(snapshot, params, case.held, choice.price, choice.source, position, own)
-        promise = build_promise(request, snapshot, plan, choice.price, position, own, choice.byte_ns)
+        plan = build_plan(snapshot, params, case.held, price, choice.source, position, own)
+        promise = build_promise(request, snapshot, plan, price, position, own, choice.byte_ns)
     else:
         plan, transfers = build_striped_plan(snapshot, params, case.held, stripes, position, own)
-        promise = build_promise(request, snapshot, plan, choice.price, position, own, 0.0)
+        promise = build_promise(request, snapshot, plan, price, position, own, 0.0)
         promise = promise._replace(transfers=transfers)
     return Decision(
-        request_id=request.request_id,
-        worker=snapshot.workers[position].key,
-        position=position,
-        plan=plan,
-        price_ns=round(choice.price.ttft_ns),
-        together=None if stripes is None else (stripes.start_ns, stripes.byte_ns),
-        owners=case.owners,
-        wait=case.scores.wait,
-        redo=case.scores.redo,
-        loads=tuple(loads),
-        promise=promise,
-        own_blocks=own,
-        holders=len(case.held),
-        load_floor_ns=floor,
+        request.request_id,
+        snapshot.workers[position].key,
+        position,
+        plan,
+        round(price.ttft_ns),
+        case.owners,
+        case.kept[WAIT],
+        case.kept[REDO],
+        tuple(tried),
+        tuple(priced),
+        promise,
+        own,
+        len(case.held),
+        floor,
+        None if stripes is None else (stripes.start_ns, stripes.byte_ns),
     )
 
 
-def _open_case(request: RequestView, snapshot: Snapshot, params: Params, few: int) -> Case:
-    held = holdings(request, snapshot)
-    owners = {holding.position: holding.blocks for holding in held}
-    ticket = zlib.crc32(request.request_id.encode())
-    scores = score_redo(request, snapshot, params, owners, ticket, few)
-    return Case(request, snapshot, params, readable(held, request, snapshot), owners, ticket, scores)
-
-
-def _best_redo(case: Case) -> _Choice:
-    scores, position = case.scores, case.scores.position
-    wait, redo = float(scores.wait[position]), float(scores.redo[position])
-    price = cost.price_redo(wait, redo, case.owners.get(position, 0))
-    requests = case.snapshot.columns.requests.item(position)
-    return _Choice(scores.least, redo, requests, _turn(case, position), position, price, None)
-
-
-def _turn(case: Case, position: int) -> int:
-    """Place of the worker in this request's order: key order, rotated by the ticket."""
-    size = len(case.snapshot.workers)
-    return (case.snapshot.columns.rank.item(position) - case.ticket) % size
-
-
-def _best_load(case: Case, choice: _Choice, loads: list[LoadPrice]) -> tuple[_Choice, float | None]:
-    """The best of a choice and all loads; appends what was priced.
+def _best_load(case: Case, choice: _Choice, tried: list[Tried]) -> tuple[_Choice, float | None]:
+    """The best of a choice and all loads; appends every holder that was tried.
 
     Returns:
-        The best choice, and the least score that a load could have had that was not priced.
+        The best choice, and the least score that any other load could have had.
     """
-    if isinstance(case.scores.wait, list) and not case.params.priced_pairs:
-        return _search_lists(case, choice, loads)
-    return _search_arrays(case, choice, loads)
-
-
-def _search_lists(case: Case, choice: _Choice, loads: list[LoadPrice]) -> tuple[_Choice, float | None]:
-    """For few workers: the longest holders first, each at once with every worker."""
-    snapshot, split, floor = case.snapshot, case.snapshot.features.split, math.inf
-    wait, held = case.scores.least_wait_ns(), _longest_first(case)
-    readable, out_free_ns = snapshot.columns.holder.item, snapshot.columns.out_free_ns.item
-    ahead: Ahead | None = None
-    for place, holding in enumerate(held):
-        position, blocks, tier = holding
-        if not readable(position):
+    snapshot, best_load = case.snapshot, kernels().best_load
+    now_ns, table = snapshot.now_ns, snapshot.columns.table
+    at, bound = case.redo[5:]
+    floor, left = math.inf, MAX_HOLDERS
+    while at >= 0 and bound < choice.score and left:
+        left -= 1
+        source = case.sources[at]
+        key = snapshot.workers[source.position].key
+        row = snapshot.links.row(key.worker_id, source.tier, now_ns)
+        failure = snapshot.failures.probability(key, now_ns)
+        score, gpu_ns, requests, turn, position, splits, load, split, others, at, bound = best_load(
+            table, case.work, case.kept, case.sheet, row, at, failure, choice.score
+        )
+        floor = min(floor, others)
+        if position < 0:
             continue
-        if ahead is None or ahead.blocks != blocks or ahead.tier is not tier:
-            rest, always = rest_behind(case, blocks)
-            if wait + (rest + always) >= choice.score:
-                floor = min(floor, wait + (rest + always))
-                break
-            ahead = look_ahead(case, holding, _shorter(held, place), rest, always)
-        backlog = max(0.0, out_free_ns(position) - snapshot.now_ns)
-        bound = best_case(ahead, wait, backlog, split=split)
-        if bound >= choice.score:
-            floor = min(floor, bound)
-            continue
-        row = snapshot.links.row(snapshot.workers[position].key.worker_id, tier, snapshot.now_ns)
-        for bound, _, _, reader in pairs_in_reach(case, ahead, backlog, row, choice.score):
-            if bound >= choice.score:
-                break
-            link = (row.alpha_ns[reader], row.byte_ns[reader])
-            choice = _price_pair(case, reader, holding, backlog, link, choice, loads)
+        tried.append((source, position, load, split))
+        if (score, gpu_ns, requests, turn) < choice[:4]:
+            kind, price = (_SPLIT, split) if splits else (_LOAD, load)
+            byte_ns = row.item(1, position)
+            choice = _Choice(score, gpu_ns, requests, turn, position, source, kind, price, byte_ns)
+    if at >= 0:
+        floor = min(floor, bound)
     return choice, floor if floor < math.inf else None
 
 
-def _search_arrays(case: Case, choice: _Choice, loads: list[LoadPrice]) -> tuple[_Choice, float | None]:
-    """For many workers: pairs in the order of their bounds, until none can beat the choice."""
-    sources, least = _sources(case, choice.score)
-    if not sources:
-        return choice, least
-    floors: dict[tuple[int, Tier], float] = {}
-    fleet = _fleetwide(case)
-    tried = 0
-    for source in sources:
-        enough = len(loads) >= case.params.priced_pairs
-        if enough and (source.bound >= choice.score or tried == MAX_HOLDERS):
-            break
-        # equally long holders follow in the order of their backlog, so the first one's least bound holds for all
-        group = (source.holding.blocks, source.holding.tier)
-        if enough and floors.get(group, 0.0) >= choice.score:
-            continue
-        tried += 1
-        choice, floor = _best_from(case, fleet, source, choice, loads)
-        floors.setdefault(group, floor)
-    return choice, least
+def _price_more(case: Case, tried: list[Tried], priced: list[LoadPrice]) -> None:
+    """Price further pairs that cannot win, for the record: holder by holder, longest first."""
+    snapshot, holder = case.snapshot, case.snapshot.columns.holder
+    known = {(source, position) for source, position, _, _ in tried}
+    for source in sorted(case.held, key=lambda item: -item.blocks):
+        missing = case.params.priced_pairs - len(tried) - len(priced)
+        if missing <= 0:
+            return
+        found: list[tuple[float, LoadPrice]] = []
+        for position in range(len(snapshot.workers) if holder.item(source.position) else 0):
+            if (source, position) in known or case.wait_ns(position) == math.inf:
+                continue
+            price = cost.price_load(case.pair(position, source), case.params.costs)
+            if price is not None:
+                found.append((case.score_ns(position, price.ttft_ns, price.gpu_ns), LoadPrice(position, source, price)))
+        found.sort(key=lambda item: item[0])
+        priced += [item for _, item in found[:missing]]
 
 
-def _best_from(
-    case: Case, fleet: Fleetwide, source: _Source, choice: _Choice, loads: list[LoadPrice]
-) -> tuple[_Choice, float]:
-    """The best of a choice and all plans over one holder, and the least bound of any of these."""
-    snapshot, params = case.snapshot, case.params
-    holding, now_ns = source.holding, snapshot.now_ns
-    key = snapshot.workers[holding.position].key
-    link = snapshot.links.best(holding.tier)
-    rest = rest_ns(fleet, holding.blocks)
-    split = snapshot.features.split
-    if not params.priced_pairs:
-        floor = _soonest(case, fleet, source, rest)
-        if floor >= choice.score:
-            return choice, floor
-    loose = load_bound(fleet, rest, holding.blocks, source.backlog_ns, link, split=split, tight=False)
-    bounds = _with_harm(case, fleet, loose, rest)
-    if np.count_nonzero(bounds < choice.score) > LOOSE_PAIRS:
-        tight = load_bound(fleet, rest, holding.blocks, source.backlog_ns, link, split=split, tight=True)
-        bounds = _with_harm(case, fleet, tight, rest)
-    floor = bound = bounds.item(bounds.argmin())
-    while bound < math.inf and (bound < choice.score or len(loads) < params.priced_pairs):
-        position = _first(case, bounds, bound)
-        bounds[position] = math.inf
-        link = snapshot.links.curve(key.worker_id, snapshot.workers[position].key.worker_id, holding.tier, now_ns)
-        times = (link.alpha_ns, link.byte_ns)
-        choice = _price_pair(case, position, holding, source.backlog_ns, times, choice, loads)
-        bound = bounds.item(bounds.argmin())
-    return choice, floor
-
-
-def _soonest(case: Case, fleet: Fleetwide, source: _Source, rest: Floats) -> float:
-    """A bound for all workers in a few steps, which is mostly enough."""
-    times = np.maximum(fleet.wait, whole_ns(source.ahead, source.backlog_ns))
-    times += rest
-    bounds = _with_harm(case, fleet, times, rest)
-    return bounds.item(bounds.argmin())
-
-
-def _price_pair(
-    case: Case,
-    position: int,
-    source: Holding,
-    backlog_out: float,
-    link: tuple[float, float],
-    choice: _Choice,
-    loads: list[LoadPrice],
-) -> _Choice:
-    """The better of a choice and what one worker can do with one holder over ``link`` (α, time per byte); appends what
-    was priced."""
-    snapshot = case.snapshot
-    pair = _make_pair(case, position, source, backlog_out, link)
-    crowd, keep = case.scores.crowd_at(position), case.scores.keep_at(position)
-    load = cost.price_load(pair, snapshot.footprint, case.params.costs)
-    split = cost.price_split(pair, snapshot.footprint) if snapshot.features.split else None
-    for price in (load, split):
-        if price is None:
-            continue
-        loads.append(LoadPrice(position, source, price))
-        score = price.ttft_ns + harm_ns(case.params.harm, price.gpu_ns, crowd) + keep
-        if score <= choice.score:
-            requests = snapshot.columns.requests.item(position)
-            turn = _turn(case, position)
-            if (score, price.gpu_ns, requests, turn) < choice[:4]:
-                choice = _Choice(score, price.gpu_ns, requests, turn, position, price, source, link[1])
-    return choice
-
-
-def _with_harm(case: Case, fleet: Fleetwide, times: Floats, gpu: Floats) -> Floats:
-    """Times plus the harm of ``gpu`` and of what must leave, for every worker. Overwrites ``times``."""
-    if fleet.crowd is not None:
-        harm = np.minimum(gpu, case.params.harm.cap_ns)
-        harm *= fleet.crowd
-        times += harm
-    if fleet.keep is not None:
-        times += fleet.keep
-    return times
-
-
-def _best_stripes(case: Case, choice: _Choice, loads: list[LoadPrice]) -> tuple[_Choice, Stripes | None]:
+def _best_stripes(case: Case, choice: _Choice, priced: list[LoadPrice]) -> tuple[_Choice, Stripes | None]:
     """The better of a choice and loading from several holders, on the worker that is best without that and on the one
     that is free first; appends what was priced."""
     snapshot, params = case.snapshot, case.params
     columns, best = snapshot.columns, None
-    wait = case.scores.wait
-    free = wait.index(min(wait)) if isinstance(wait, list) else int(wait.argmin())
-    for position in dict.fromkeys((choice.position, free)):
+    for position in dict.fromkeys((choice.position, int(case.kept[WAIT].argmin()))):
         own = case.owners.get(position, 0)
         longest = max((item.blocks for item in case.held if item.position != position), default=0)
         sources = [
@@ -334,7 +224,7 @@ def _best_stripes(case: Case, choice: _Choice, loads: list[LoadPrice]) -> tuple[
         ways = [_way(case, position, item) for item in sources]
         key = snapshot.workers[position].key
         found = best_stripes(
-            _make_pair(case, position, sources[0], 0.0, (0.0, 0.0)),
+            case.pair(position, sources[0]),
             ways,
             snapshot.footprint,
             params.costs,
@@ -345,118 +235,25 @@ def _best_stripes(case: Case, choice: _Choice, loads: list[LoadPrice]) -> tuple[
         if found is None:
             continue
         price, first = found.price, found.ways[0]
-        loads.append(LoadPrice(position, first.holding, price))
-        keep = case.scores.keep_at(position)
-        score = price.ttft_ns + harm_ns(params.harm, price.gpu_ns, case.scores.crowd_at(position)) + keep
-        if score < choice.score - MIN_GAIN * choice.price.ttft_ns:
-            requests = columns.requests.item(position)
-            turn = _turn(case, position)
-            choice = _Choice(score, price.gpu_ns, requests, turn, position, price, first.holding, found.byte_ns)
+        priced.append(LoadPrice(position, first.holding, price))
+        score = case.score_ns(position, price.ttft_ns, price.gpu_ns)
+        if score < choice.score - MIN_GAIN * choice.price(case).ttft_ns:
+            requests, turn = columns.requests.item(position), case.turn(position)
+            choice = _Choice(
+                score, price.gpu_ns, requests, turn, position, first.holding, price.kind, _cost(price), found.byte_ns
+            )
             best = found
     return choice, best
 
 
 def _way(case: Case, position: int, source: Holding) -> Way:
-    snapshot, columns, now_ns = case.snapshot, case.snapshot.columns, case.snapshot.now_ns
+    snapshot, now_ns = case.snapshot, case.snapshot.now_ns
     key = snapshot.workers[source.position].key
     link = snapshot.links.curve(key.worker_id, snapshot.workers[position].key.worker_id, source.tier, now_ns)
-    backlog = max(columns.out_free_ns.item(source.position), columns.in_free_ns.item(position)) - now_ns
-    return Way(source, max(0.0, backlog) + link.alpha_ns, link.byte_ns, snapshot.failures.probability(key, now_ns))
+    start_ns = case.backlog_ns(position, source) + link.alpha_ns
+    return Way(source, start_ns, link.byte_ns, snapshot.failures.probability(key, now_ns))
 
 
-def _first(case: Case, bounds: Floats, least: float) -> int:
-    """Position of the least bound; among equals the fewest requests, then the turn."""
-    tied = (bounds == least).nonzero()[0]
-    if len(tied) == 1:
-        return int(tied[0])
-    columns = case.snapshot.columns
-    seen = columns.requests[tied]
-    tied = tied[seen == seen.min()]
-    return int(tied[np.argmin((columns.rank[tied] - case.ticket) % len(columns))])
-
-
-def _fleetwide(case: Case) -> Fleetwide:
-    snapshot, scores = case.snapshot, case.scores
-    return Fleetwide(
-        columns=snapshot.columns,
-        owners=case.owners,
-        wait=np.asarray(scores.wait),
-        crowd=None if scores.crowd is None else np.asarray(scores.crowd),
-        keep=None if scores.keep is None else np.asarray(scores.keep),
-        backlog_in=snapshot.columns.in_free_ns - snapshot.now_ns,
-        total_tokens=case.request.prompt_tokens,
-        footprint=snapshot.footprint,
-    )
-
-
-def _sources(case: Case, best: float) -> tuple[list[_Source], float | None]:
-    """Holders that may be read and whose bound is below ``best`` (all when the record wants them), best bound first.
-
-    Longest first, since the rough bound (the least wait and what the holder lacks, on the fastest curve) only grows
-    from there; the fine one is `router.bounds.best_case`.
-
-    Returns:
-        The holders, and the least bound of any.
-    """
-    snapshot, columns = case.snapshot, case.snapshot.columns
-    held = _longest_first(case)
-    readable, out_free_ns, rank = columns.holder.item, columns.out_free_ns.item, columns.rank.item
-    wait, priced_pairs, now_ns = case.scores.least_wait_ns(), case.params.priced_pairs, snapshot.now_ns
-    sources: list[_Source] = []
-    ahead: Ahead | None = None
-    least = math.inf
-    for place, holding in enumerate(held):
-        position, blocks, tier = holding
-        if not readable(position):
-            continue
-        if ahead is None or ahead.blocks != blocks or ahead.tier is not tier:
-            rest, always = rest_behind(case, blocks)
-            if wait + (rest + always) >= best and not priced_pairs:
-                least = min(least, wait + (rest + always))
-                break
-            ahead = look_ahead(case, holding, _shorter(held, place), rest, always)
-        backlog = max(0.0, out_free_ns(position) - now_ns)
-        bound = best_case(ahead, wait, backlog, split=snapshot.features.split)
-        least = min(least, bound)
-        if bound < best or priced_pairs:
-            sources.append(_Source(bound, backlog, rank(position), holding, ahead))
-    if len(sources) > 1:
-        sources.sort(key=itemgetter(0, 1, 2))
-    return sources, least if least < math.inf else None
-
-
-def _longest_first(case: Case) -> list[Holding]:
-    """Who holds a part of the prompt; equally long ones by the least busy way out, then in key order."""
-    held = case.held
-    if len(held) < 2:
-        return held
-    out_free_ns, rank = case.snapshot.columns.out_free_ns.item, case.snapshot.columns.rank.item
-    return sorted(held, key=lambda item: (-item.blocks, out_free_ns(item.position), rank(item.position)))
-
-
-def _shorter(held: list[Holding], place: int) -> int:
-    """Blocks of the longest prefix that is shorter than the one at ``place``, longest first."""
-    blocks = held[place].blocks
-    for other in held[place + 1 :]:
-        if other.blocks < blocks:
-            return other.blocks
-    return 0
-
-
-def _make_pair(case: Case, position: int, source: Holding, backlog_out: float, link: tuple[float, float]) -> Pair:
-    snapshot, columns = case.snapshot, case.snapshot.columns
-    backlog_in = columns.in_free_ns.item(position) - snapshot.now_ns
-    t0s, slopes, pairs = case.scores.curves
-    return Pair(
-        float(case.scores.wait[position]),
-        float(case.scores.redo[position]),
-        case.owners.get(position, 0),
-        source.blocks,
-        case.request.prompt_tokens,
-        backlog_out if backlog_out > backlog_in else backlog_in,
-        *link,
-        snapshot.failures.probability(snapshot.workers[source.position].key, snapshot.now_ns),
-        float(t0s[position]),
-        float(slopes[position]),
-        float(pairs[position]),
-    )
+def _cost(price: Price) -> LoadCost | SplitCost:
+    common = (price.ttft_ns, price.happy_ns, price.gpu_ns, price.boundary, price.load_ns)
+    return common if price.front_tokens is None else (*common, price.front_tokens)

@@ -189,6 +189,7 @@ class LinkEstimators:
         self._priors = dict(LINK_PRIORS if priors is None else priors)
         self._tiers: dict[Tier, _Link] = {}
         self._links: dict[LinkKey, _Link] = {}
+        self._readers: dict[tuple[WorkerId, Tier], set[WorkerId]] = {}
         self._max_links = max_links
         self._best: dict[Tier, LinkCurve] = {}
 
@@ -210,7 +211,8 @@ class LinkEstimators:
         if link is None:
             self._make_room()
             # Not the parent's shape: links of unlike speed with loads of one size make that up out of noise.
-            link = self._links[key] = self._new_link(self._priors[tier], now_ns)
+            link = self._new_link(self._priors[tier], now_ns)
+            self._add(key, link)
         for target in (parent, link):
             target.fit.observe((1.0, float(num_bytes + queued_bytes)), elapsed_ns)
             target.curve = self._as_curve(target.fit)
@@ -223,6 +225,18 @@ class LinkEstimators:
         link = self._links.get((holder, reader, tier))
         parent = self._parent_curve(tier, now_ns)
         return parent if link is None else _fade(link.curve, parent, now_ns - link.last_ns)
+
+    def curves_from(
+        self, holder: WorkerId, tier: Tier, now_ns: int
+    ) -> tuple[LinkCurve, list[tuple[WorkerId, LinkCurve]]]:
+        """What to expect now of all links from a holder: what is common, and the readers that have a curve of their
+        own."""
+        parent = self._parent_curve(tier, now_ns)
+        known = []
+        for reader in self._readers.get((holder, tier), ()):
+            link = self._links[holder, reader, tier]
+            known.append((reader, _fade(link.curve, parent, now_ns - link.last_ns)))
+        return parent, known
 
     def best(self, tier: Tier) -> LinkCurve:
         """A curve no link of the tier is better than, at any time: the bound that prunes candidates."""
@@ -258,7 +272,7 @@ class LinkEstimators:
             self._tiers[Tier[name]] = self._restored(saved, Tier[name], 0, _moment(last_ns, shift_ns))
         for holder, reader, name, num_bytes, last_ns, saved in data["links"][: self._max_links]:
             link = self._restored(saved, Tier[name], int(num_bytes), _moment(last_ns, shift_ns))
-            self._links[(WorkerId(holder), WorkerId(reader), Tier[name])] = link
+            self._add((WorkerId(holder), WorkerId(reader), Tier[name]), link)
         self._best.clear()
 
     def _restored(self, saved: dict[str, Any], tier: Tier, num_bytes: int, now_ns: int) -> _Link:
@@ -278,6 +292,12 @@ class LinkEstimators:
         if len(self._links) >= self._max_links:
             oldest = min(self._links, key=lambda key: self._links[key].last_ns)
             del self._links[oldest]
+            self._readers[oldest[0], oldest[2]].discard(oldest[1])
+
+    def _add(self, key: LinkKey, link: _Link) -> None:
+        holder, reader, tier = key
+        self._links[key] = link
+        self._readers.setdefault((holder, tier), set()).add(reader)
 
     @classmethod
     def _new_link(cls, prior: LinkCurve, now_ns: int) -> _Link:

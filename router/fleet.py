@@ -15,8 +15,9 @@ import numpy as np
 from kvpool.reports import WorkerLoad
 from kvpool.types import MemberState, Role, Tier, WorkerId, WorkerKey
 from router.estimators import LinkCurve, LinkEstimators, PrefillCurve
+from router.kernel import Floats
 from router.ledger import Totals
-from router.signals import LEAST_PREFILL_NS, NO_ARRIVALS, Columns, Floats, LinkRow, WorkerView
+from router.signals import NO_ARRIVALS, Columns, WorkerView
 
 ROW_AGE_NS = 250_000_000
 ARRIVAL_MEMORY_NS = 30_000_000_000  # requests older than this hardly count in a worker's arrival rate
@@ -33,14 +34,14 @@ class Fleet:
 
     def __init__(self, links: LinkEstimators) -> None:
         self._links = links
-        self._rows: dict[tuple[WorkerId, Tier], tuple[int, LinkRow]] = {}
+        self._rows: dict[tuple[WorkerId, Tier], tuple[int, Floats]] = {}
         self.workers: tuple[WorkerView, ...] = ()
         self.index: dict[WorkerKey, int] = {}
+        self._positions: dict[WorkerId, list[int]] = {}  # two for a moment when a worker comes back
         self.columns = Columns.zeros(0)
         self._arrivals_since_ns = 0
         self._fastest: PrefillCurve | None = None
-        self._oldest_report_ns: float | None = None
-        self._pressure: Floats | None = None
+        self._pressure_known = False
         self._decoders: tuple[int, ...] = ()
 
     def __len__(self) -> int:
@@ -78,10 +79,9 @@ class Fleet:
         position = self.index[key]
         self._replace(position, replace(self.workers[position], load=load))
         self.columns.empty_blocks[position] = load.empty_blocks if load.total_blocks else math.inf
-        self._pressure = None
+        self._pressure_known = False
         idle = load.waiting_requests == 0 and load.running_requests == 0
         self.columns.reported_ns[position] = math.inf if idle else now_ns
-        self._oldest_report_ns = None
 
     def set_totals(self, key: WorkerKey, totals: Totals) -> None:
         """What is promised with a member."""
@@ -110,7 +110,6 @@ class Fleet:
         self.columns.arrivals[position] += math.exp(exponent)
         if self.columns.reported_ns[position] == math.inf:
             self.columns.reported_ns[position] = now_ns
-            self._oldest_report_ns = None
 
     def arrival_scale(self, now_ns: int) -> float:
         """What turns `Columns.arrivals` into requests per ns now."""
@@ -120,7 +119,7 @@ class Fleet:
     def set_curve(self, key: WorkerKey, curve: PrefillCurve) -> None:
         """What was learned of a member's prefill, beside what decodes there now (`PrefillCurve.beside`)."""
         position = self.index[key]
-        self.columns.t0_ns[position] = max(curve.t0_ns, LEAST_PREFILL_NS)
+        self.columns.t0_ns[position] = curve.t0_ns
         self.columns.token_ns[position] = curve.token_ns
         self.columns.pair_ns[position] = curve.pair_ns
         self._fastest = None
@@ -134,28 +133,27 @@ class Fleet:
             )
         return self._fastest
 
-    def pressure(self) -> Floats:
+    def settle(self) -> Columns:
+        """The columns, all of them as the newest reports say."""
+        if not self._pressure_known:
+            self.columns.pressure[:] = self._pressure()
+            self._pressure_known = True
+        return self.columns
+
+    def _pressure(self) -> Floats:
         """How soon what leaves each worker's cache would have been wanted again, against the mean of all workers.
 
         Whatever has not been used for t is wanted again at a rate of about 1/t (reuse has a heavy tail), so a cache
         whose oldest block was used a minute ago gives up four times as much as one where it was four minutes ago.
         """
-        if self._pressure is None:
-            loads = [view.load for view in self.workers]
-            rates = np.array([1.0 / load.idle_ns if load is not None and load.idle_ns else 0.0 for load in loads])
-            mean = float(rates.mean()) if len(rates) else 0.0
-            self._pressure = np.minimum(rates / mean, MAX_PRESSURE) if mean > 0.0 else np.ones(len(rates))
-        return self._pressure
+        loads = [view.load for view in self.workers]
+        rates = np.array([1.0 / load.idle_ns if load is not None and load.idle_ns else 0.0 for load in loads])
+        mean = float(rates.mean()) if len(rates) else 0.0
+        return np.minimum(rates / mean, MAX_PRESSURE) if mean > 0.0 else np.ones(len(rates))
 
     def decoders(self) -> tuple[int, ...]:
         """Positions of the decode workers that live."""
         return self._decoders
-
-    def oldest_report_ns(self) -> float:
-        """Since when the most silent member's report is due."""
-        if self._oldest_report_ns is None:
-            self._oldest_report_ns = float(self.columns.reported_ns.min())
-        return self._oldest_report_ns
 
     def use_links(self, links: LinkEstimators) -> None:
         """Links come from here from now on."""
@@ -171,8 +169,8 @@ class Fleet:
         """What to expect of one link now."""
         return self._links.curve(holder, reader, tier, now_ns)
 
-    def row(self, holder: WorkerId, tier: Tier, now_ns: int) -> LinkRow:
-        """Curves from the holder to every worker, in the order of ``workers``."""
+    def row(self, holder: WorkerId, tier: Tier, now_ns: int) -> Floats:
+        """See `router.signals.LinkView`."""
         cached = self._rows.get((holder, tier))
         if cached is not None and 0 <= now_ns - cached[0] < ROW_AGE_NS:
             return cached[1]
@@ -184,9 +182,14 @@ class Fleet:
         """A curve no link of the tier is better than."""
         return self._links.best(tier)
 
-    def _build_row(self, holder: WorkerId, tier: Tier, now_ns: int) -> LinkRow:
-        curves = [self._links.curve(holder, view.key.worker_id, tier, now_ns) for view in self.workers]
-        return LinkRow([c.alpha_ns for c in curves], [c.byte_ns for c in curves])
+    def _build_row(self, holder: WorkerId, tier: Tier, now_ns: int) -> Floats:
+        common, known = self._links.curves_from(holder, tier, now_ns)
+        row = np.empty((2, len(self.workers)))
+        row[0], row[1] = common.alpha_ns, common.byte_ns
+        for reader, curve in known:
+            for position in self._positions.get(reader, ()):
+                row[0, position], row[1, position] = curve.alpha_ns, curve.byte_ns
+        return row
 
     def _replace(self, position: int, view: WorkerView) -> None:
         workers = list(self.workers)
@@ -198,12 +201,14 @@ class Fleet:
         self.workers = (*(self.workers[i] for i in kept), *added)
         keys = [view.key for view in self.workers]
         self.index = {key: position for position, key in enumerate(keys)}
+        self._positions = {}
+        for position, key in enumerate(keys):
+            self._positions.setdefault(key.worker_id, []).append(position)
         order = sorted(range(len(keys)), key=lambda i: (keys[i].worker_id, keys[i].worker_epoch))
         self.columns.rank[order] = np.arange(len(order))
         self._rows.clear()
         self._fastest = None
-        self._oldest_report_ns = None
-        self._pressure = None
+        self._pressure_known = False
         self._find_decoders()
 
     def _classify(self, position: int) -> None:

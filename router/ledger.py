@@ -91,7 +91,9 @@ class Ledger:
         Returns:
             The workers whose totals changed.
         """
-        changed = {promise.worker, *self.release(request, now_ns)}
+        changed = [promise.worker]
+        if request in self._entries:
+            changed += self.release(request, now_ns)
         reader = self._account(promise.worker)
         reader.gpu_free_ns = max(reader.gpu_free_ns, now_ns) + promise.gpu_ns
         reader.live.add(request)
@@ -102,11 +104,11 @@ class Ledger:
             ends.append(max(holder.out_free_ns, reader.in_free_ns, now_ns) + transfer.busy_ns)
             holder.out_free_ns = max(holder.out_free_ns, now_ns) + transfer.busy_ns
             reader.in_free_ns = max(reader.in_free_ns, now_ns) + transfer.in_ns
-            changed.add(transfer.holder)
+            changed.append(transfer.holder)
         due_ns = max(reader.gpu_free_ns, reader.in_free_ns) + self._bound_ns
         self._entries[request] = _Entry(promise, due_ns, tuple(ends))
         heapq.heappush(self._expiry, (due_ns, request))
-        return tuple(changed)
+        return tuple(dict.fromkeys(changed)) if len(changed) > 2 else tuple(changed)
 
     def on_report(self, worker: WorkerKey, work_ns: float, accepted: tuple[RequestId, ...], now_ns: int) -> None:
         """A worker says how much prefill work it has, and which requests are newly part of it."""
@@ -144,6 +146,8 @@ class Ledger:
 
     def expire(self, now_ns: int) -> tuple[WorkerKey, ...]:
         """Drop promises past their bound; returns the workers whose totals changed."""
+        if not self._expiry or self._expiry[0][0] > now_ns:
+            return ()
         changed: set[WorkerKey] = set()
         while self._expiry and self._expiry[0][0] <= now_ns:
             due_ns, request = heapq.heappop(self._expiry)

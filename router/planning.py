@@ -12,6 +12,7 @@ from router.signals import Holding, RequestView, Snapshot
 from router.striping import Stripes, deal, first_block
 
 MAX_ALTERNATES = 3
+_REDO = PlanKind.REDO  # looking a member up takes longer than comparing with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ def build_plan(
 ) -> Plan:
     """The plan of the worker at ``position``; other holders of the first missing block stand behind the source."""
     if source is None:
-        return Plan(kind=PlanKind.REDO, predicted_ttft_ns=round(price.happy_ns))
+        return Plan(_REDO, predicted_ttft_ns=round(price.happy_ns))
     start = first_block(price, own_blocks, snapshot.footprint.block_tokens)
     piece = _slice(snapshot, held, source, position, start, price.boundary)
     return _plan_of(params, price, (piece,))
@@ -147,26 +148,15 @@ def build_striped_plan(
 
 def _slice(snapshot: Snapshot, held: list[Holding], source: Holding, position: int, start: int, stop: int) -> LoadSlice:
     holder = snapshot.workers[source.position]
-    return LoadSlice(
-        start=start,
-        stop=stop,
-        holder=holder.key,
-        transport=holder.transport,
-        data_address=holder.data_address,
-        tier=source.tier,
-        alternates=_alternates(snapshot, held, source, position, start),
-    )
+    others = _alternates(snapshot, held, source, position, start) if len(held) > 1 else ()
+    return LoadSlice(start, stop, holder.key, holder.transport, holder.data_address, source.tier, others)
 
 
 def _plan_of(params: Params, price: Price, loads: tuple[LoadSlice, ...]) -> Plan:
+    deadline_ns = round(max(params.min_deadline_ns, params.deadline_factor * price.load_ns))
+    stall_ns = round(max(params.min_stall_ns, price.load_ns))
     return Plan(
-        kind=price.kind,
-        loads=loads,
-        split_tokens=price.front_tokens,
-        load_deadline_ns=round(max(params.min_deadline_ns, params.deadline_factor * price.load_ns)),
-        stall_ns=round(max(params.min_stall_ns, price.load_ns)),
-        predicted_ttft_ns=round(price.happy_ns),
-        predicted_load_ns=round(price.load_ns),
+        price.kind, loads, price.front_tokens, deadline_ns, stall_ns, round(price.happy_ns), round(price.load_ns)
     )
 
 
@@ -182,15 +172,13 @@ def build_promise(
     """GPU time the plan takes, and link time at ``byte_ns`` per byte."""
     footprint = snapshot.footprint
     worker = snapshot.workers[position].key
-    if not plan.loads:
-        return Promise(worker, price.gpu_ns, request.prompt_tokens - own_blocks * footprint.block_tokens)
-    transfers = []
+    transfers, blocks = [], own_blocks
     for piece in plan.loads:
-        num_bytes = footprint.fixed_bytes + (piece.stop - piece.start) * footprint.block_bytes
+        moved = piece.stop - piece.start
+        num_bytes = footprint.fixed_bytes + moved * footprint.block_bytes
         transfers.append(Transfer(piece.holder, num_bytes, num_bytes * byte_ns))
-    loaded = sum(piece.stop - piece.start for piece in plan.loads)
-    tokens = request.prompt_tokens - (own_blocks + loaded) * footprint.block_tokens
-    return Promise(worker, price.gpu_ns, tokens, tuple(transfers))
+        blocks += moved
+    return Promise(worker, price.gpu_ns, request.prompt_tokens - blocks * footprint.block_tokens, tuple(transfers))
 
 
 def _alternates(

@@ -22,6 +22,7 @@ from router.signals import RequestView
 MAX_RECORD_BYTES = 256 * 1024 * 1024
 _RECORD_OVERHEAD_BYTES = 1024
 _BYTES_PER_WORKER = 2 * 8
+_BYTES_PER_PRICE = 500
 _CANDIDATES_SHOWN = 12
 
 
@@ -128,7 +129,8 @@ class DecisionRecord(NamedTuple):
 
     def num_bytes(self) -> int:
         """Roughly what the record occupies."""
-        return _RECORD_OVERHEAD_BYTES + _BYTES_PER_WORKER * len(self.workers) + 200 * len(self.decision.loads)
+        priced = len(self.decision.tried) + len(self.decision.priced)
+        return _RECORD_OVERHEAD_BYTES + _BYTES_PER_WORKER * len(self.workers) + _BYTES_PER_PRICE * priced
 
 
 class RecordStore:

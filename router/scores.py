@@ -1,67 +1,30 @@
-"""What redoing costs on every worker at once: waits, prefills, harm, and who is best.  (pure)
+"""One decision's numbers: redo on every worker, with what it costs others, and what holders may be worth.  (pure)
 
-The same arithmetic twice, because its cost is the decision's: with few workers plain lists, with many numpy arrays. A
-property test holds both to the same decisions. Harm is what prefill time costs the requests behind it; see
-`router.planning.Harm`.
+Gathers what the compiled loops need (`router.kernel`), and runs the first of them. Harm is what a plan costs the
+requests behind it; see `router.planning.Harm`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import zlib
 from dataclasses import dataclass
-from operator import mul
+from operator import itemgetter
 
 import numpy as np
 
 from kvpool.errors import UnavailableError
-from router import cost
-from router.cost import Costs
-from router.disks import await_disks
-from router.fills import await_fills
-from router.planning import Harm, Params
-from router.signals import Column, Floats, Holding, RequestView, Snapshot
+from kvpool.types import Tier
+from router.compiled import kernels
+from router.cost import Pair, make_pair
+from router.disks import disk_reads
+from router.fills import fill_times
+from router.kernel import CROWD, FILL, KEEP, KEPT_ROWS, OWN, READ, READ_REDO, REDO, WAIT, WORK_ROWS, Floats
+from router.planning import Params
+from router.signals import Holding, RequestView, Snapshot, holdings, readable
 
-FEW_WORKERS = 24
-"""Up to so many workers lists are faster than arrays."""
-
-_NO_WEIGHT = 1e-200
-"""Nothing, and yet times an endless wait it is endless and not undefined."""
-
-
-@dataclass(slots=True)
-class Scores:
-    """Redo on every worker.
-
-    Attributes:
-        wait, redo: W, what lies on the own disk (`router.disks`) or in host memory (`router.fills`) included, and
-            P(n−o | o).
-        crowd: what each ns of prefill on a worker costs others; None when harm does not count.
-        keep: what it costs others that blocks must leave for the request's; None when none must.
-        curves: prefill curves, one row per coefficient.
-        least: the least of wait + redo + harm + keep, which is inf where the request may not go.
-        position: who has it; among equals the least prefill time, then the fewest requests, then the turn.
-    """
-
-    wait: Column
-    redo: Column
-    crowd: Column | None
-    keep: Column | None
-    curves: Sequence[Column] | Floats
-    least: float
-    position: int
-
-    def crowd_at(self, position: int) -> float:
-        """What each ns of prefill on a worker costs others."""
-        return 0.0 if self.crowd is None else float(self.crowd[position])
-
-    def keep_at(self, position: int) -> float:
-        """What it costs others on a worker that blocks must leave."""
-        return 0.0 if self.keep is None else float(self.keep[position])
-
-    def least_wait_ns(self) -> float:
-        """The least wait of all workers."""
-        return min(self.wait) if isinstance(self.wait, list) else self.wait.item(self.wait.argmin())
+_DEVICE, _HOST, _DISK = Tier  # looking a member up takes longer than comparing with it
+_longest = itemgetter(1)
 
 
 @dataclass(slots=True)
@@ -71,7 +34,10 @@ class Case:
     Attributes:
         held: what others may read of the prompt, by holder.
         owners: blocks of the prompt each worker holds, by position, without zeros.
-        ticket: turns the order of equal workers.
+        sources: ``held``, and prefixes on disks, longest first, as in ``sheet``.
+        work, kept, sheet: see `router.kernel.score_redo`.
+        redo: what that returned: the least score; prefill time, requests, turn and position of its worker; the source
+            to try first, -1 when there is none, and the least that loads from it score.
     """
 
     request: RequestView
@@ -79,40 +45,91 @@ class Case:
     params: Params
     held: list[Holding]
     owners: dict[int, int]
-    ticket: int
-    scores: Scores
+    sources: list[Holding]
+    work: Floats
+    kept: Floats
+    sheet: Floats
+    redo: tuple[float, float, float, int, int, int, float]
+
+    def wait_ns(self, position: int) -> float:
+        """W of a worker, what lies on its disk (`router.disks`) or in host memory (`router.fills`) included."""
+        return self.kept.item(WAIT, position)
+
+    def redo_ns(self, position: int) -> float:
+        """P(n−o | o) of a worker."""
+        return self.kept.item(REDO, position)
+
+    def score_ns(self, position: int, ttft_ns: float, gpu_ns: float) -> float:
+        """Score of a plan on a worker."""
+        crowd, keep = self.work.item(CROWD, position), self.work.item(KEEP, position)
+        return ttft_ns + min(gpu_ns, self.params.harm.cap_ns) * crowd + keep
+
+    def backlog_ns(self, position: int, source: Holding) -> float:
+        """Until both ends of the link from a holder to a worker are free."""
+        columns, now_ns = self.snapshot.columns, self.snapshot.now_ns
+        return max(0.0, columns.out_free_ns.item(source.position) - now_ns, columns.in_free_ns.item(position) - now_ns)
+
+    def pair(self, position: int, source: Holding) -> Pair:
+        """One worker and one holder, for `router.cost`."""
+        snapshot, now_ns = self.snapshot, self.snapshot.now_ns
+        key = snapshot.workers[source.position].key
+        return make_pair(
+            self.wait_ns(position),
+            self.redo_ns(position),
+            self.owners.get(position, 0),
+            source.blocks,
+            self.request.prompt_tokens,
+            snapshot.footprint,
+            self.backlog_ns(position, source),
+            snapshot.links.curve(key.worker_id, snapshot.workers[position].key.worker_id, source.tier, now_ns),
+            snapshot.failures.probability(key, now_ns),
+            snapshot.columns.curve(position),
+        )
+
+    def turn(self, position: int) -> int:
+        """Place of the worker in this request's order."""
+        rank = int(self.snapshot.columns.rank.item(position))
+        return (rank - _ticket(self.request)) % len(self.snapshot.workers)
 
 
-def score_redo(
-    request: RequestView,
-    snapshot: Snapshot,
-    params: Params,
-    owners: Mapping[int, int],
-    ticket: int,
-    few: int = FEW_WORKERS,
-) -> Scores:
+def open_case(request: RequestView, snapshot: Snapshot, params: Params, *, own_memory: bool = True) -> Case:
     """Price redo everywhere.
 
     Args:
         request, snapshot, params: what is decided.
-        owners: blocks of the prompt each worker holds, by position, without zeros.
-        ticket: number that turns the order of equal workers.
-        few: up to so many workers lists are used.
+        own_memory: count what reading their own disks and filling their device tiers costs workers.
 
     Raises:
         UnavailableError: no worker can take the request.
     """
-    return (_score_lists if len(snapshot.workers) <= few else _score_arrays)(request, snapshot, params, owners, ticket)
-
-
-def open_waits(request: RequestView, snapshot: Snapshot, costs: Costs) -> Floats:
-    """W of every worker, inf for those that may not take the request."""
-    wait = cost.wait_ns(snapshot, costs)
+    held = holdings(request, snapshot)
+    size = len(snapshot.workers)
+    work, kept = np.zeros((WORK_ROWS, size)), np.empty((KEPT_ROWS, size))
+    owners: dict[int, int] = {}
+    own = work[OWN]
+    for position, blocks, _ in held:
+        owners[position] = own[position] = blocks
     for key in request.exclude:
-        position = snapshot.positions.get(key)
-        if position is not None:
-            wait[position] = math.inf
-    return wait
+        closed = snapshot.positions.get(key)
+        if closed is not None:
+            work[FILL, closed] = math.inf
+    if own_memory and snapshot.fills:
+        for position, fill_ns in fill_times(request, snapshot):
+            work[FILL, position] += fill_ns
+    sources = held
+    on_disk = [item for item in held if item[2] is _DISK]
+    if on_disk:
+        held = readable(held, request, snapshot)
+        sources = held + on_disk
+        for position, read_ns, redo_ns in disk_reads(on_disk, snapshot) if own_memory else ():
+            work[READ, position], work[READ_REDO, position] = read_ns, redo_ns
+    if len(sources) > 1:
+        sources = sorted(sources, key=_longest, reverse=True)
+    sheet = _sheet(request, snapshot, params, sources)
+    redo = kernels().score_redo(snapshot.columns.table, work, kept, sheet)
+    if redo[0] == math.inf:
+        raise nobody(request, snapshot)
+    return Case(request, snapshot, params, held, owners, sources, work, kept, sheet, redo)
 
 
 def nobody(request: RequestView, snapshot: Snapshot) -> UnavailableError:
@@ -125,159 +142,43 @@ def nobody(request: RequestView, snapshot: Snapshot) -> UnavailableError:
     )
 
 
-def harm_ns(harm: Harm, gpu_ns: float, crowd: float) -> float:
-    """What ``gpu_ns`` of prefill on a worker cost the requests behind it; ``crowd`` as in `crowds`."""
-    return min(gpu_ns, harm.cap_ns) * crowd
+def _ticket(request: RequestView) -> int:
+    """Turns the order of equal workers, differently for every request."""
+    return zlib.crc32(request.request_id.encode())
 
 
-def crowds(snapshot: Snapshot, harm: Harm, wait: Floats) -> Floats:
-    """For every worker what each ns of prefill costs others: see `router.planning.Harm`."""
-    arrivals, size = snapshot.columns.arrivals, len(wait)
-    weight = harm.follow * snapshot.arrival_scale
-    if weight == 0.0:
-        crowd = np.full(size, harm.base)
-    else:
-        crowd = arrivals * wait
-        crowd *= weight
-        common = harm.base
-        if harm.share:
-            total = float(crowd.sum())
-            if total == math.inf:  # some worker is closed
-                reachable = crowd[crowd < math.inf]
-                total, size = float(reachable.sum()), max(1, len(reachable))
-            common += min(harm.share_limit, harm.share * total / size)
-        crowd += common
-    if harm.linger:
-        crowd += arrivals * (harm.linger * len(wait) / float(arrivals.sum()))
-    return crowd
-
-
-def keep_ns(request: RequestView, snapshot: Snapshot, harm: Harm, owners: Mapping[int, int]) -> Floats | None:
-    """For every worker what it costs others that blocks must leave for the request's; None when none must."""
-    empty = snapshot.columns.empty_blocks
-    if not harm.keep or snapshot.pressure is None or request.chain_blocks <= empty.item(empty.argmin()):
-        return None
-    leaving = request.chain_blocks - empty
-    for position, blocks in owners.items():
-        leaving[position] -= blocks
-    np.maximum(leaving, 0.0, out=leaving)
-    leaving *= snapshot.pressure
-    leaving *= harm.keep * snapshot.footprint.block_tokens * snapshot.fastest.token_ns
-    return leaving
-
-
-# -- many workers
-
-
-def _score_arrays(
-    request: RequestView, snapshot: Snapshot, params: Params, owners: Mapping[int, int], ticket: int
-) -> Scores:
-    wait = open_waits(request, snapshot, params.costs)
-    await_disks(wait, request, snapshot)
-    await_fills(wait, request, snapshot)
-    redo = cost.redo_ns(snapshot.columns, request.prompt_tokens, owners, snapshot.footprint.block_tokens)
-    score, crowd = wait + redo, None
-    if not params.harm.zero:
-        crowd = crowds(snapshot, params.harm, wait)
-        harm = np.minimum(redo, params.harm.cap_ns)
-        harm *= crowd
-        score += harm
-    keep = keep_ns(request, snapshot, params.harm, owners)
-    if keep is not None:
-        score += keep
-    least = score.item(score.argmin())
-    if least == math.inf:
-        raise nobody(request, snapshot)
-    position = _first_array(snapshot, score, least, redo, ticket)
-    return Scores(wait, redo, crowd, keep, snapshot.columns.curves, least, position)
-
-
-def _first_array(snapshot: Snapshot, score: Floats, least: float, redo: Floats, ticket: int) -> int:
-    tied = (score == least).nonzero()[0]
-    columns = snapshot.columns
-    for values in (redo, columns.requests):
-        if len(tied) > 1:
-            seen = values[tied]
-            tied = tied[seen == seen.min()]
-    if len(tied) > 1:
-        tied = tied[np.argmin((columns.rank[tied] - ticket) % len(columns))][None]
-    return int(tied[0])
-
-
-# -- few workers
-
-
-def _score_lists(
-    request: RequestView, snapshot: Snapshot, params: Params, owners: Mapping[int, int], ticket: int
-) -> Scores:
-    wait: list[float] = open_waits(request, snapshot, params.costs).tolist()
-    await_disks(wait, request, snapshot)
-    await_fills(wait, request, snapshot)
-    curves: list[list[float]] = snapshot.columns.curves.tolist()
-    redo = _redo_list(request, snapshot, curves, owners)
-    crowd = _crowd_list(snapshot, params.harm, wait)
-    keep = _keep_list(request, snapshot, params.harm, owners)
-    cap_ns = params.harm.cap_ns
-    score = [w + r + (r if r < cap_ns else cap_ns) * c + k for w, r, c, k in zip(wait, redo, crowd, keep, strict=True)]
-    least = min(score)
-    if least == math.inf:
-        raise nobody(request, snapshot)
-    position = score.index(least)
-    if score.count(least) > 1:
-        position = _first_list(snapshot, score, least, redo, ticket)
-    return Scores(wait, redo, crowd, keep, curves, least, position)
-
-
-def _redo_list(
-    request: RequestView, snapshot: Snapshot, curves: Sequence[Sequence[float]], owners: Mapping[int, int]
-) -> list[float]:
-    total, block_tokens = float(request.prompt_tokens), snapshot.footprint.block_tokens
-    half = 0.5 * total
-    t0s, slopes, pairs = curves
-    redo = [(pair * half + slope) * total + t0 for t0, slope, pair in zip(t0s, slopes, pairs, strict=True)]
-    for position, blocks in owners.items():
-        cached = blocks * block_tokens
-        redo[position] -= cached * (slopes[position] + 0.5 * cached * pairs[position])
-    return redo
-
-
-def _crowd_list(snapshot: Snapshot, harm: Harm, wait: Sequence[float]) -> list[float]:
-    """What `crowds` gives, zeros where that is not asked for."""
-    if harm.zero:
-        return [0.0] * len(wait)
-    came = snapshot.columns.arrivals.tolist()
-    linger = harm.linger * len(wait) / sum(came) if harm.linger else 0.0
-    weight = harm.follow * snapshot.arrival_scale
-    common = harm.base
-    if weight == 0.0:
-        weight = _NO_WEIGHT
-    elif harm.share:
-        total, size = sum(map(mul, came, wait)) * weight, len(wait)
-        if total == math.inf:
-            reachable = [n * value for n, value in zip(came, wait, strict=True) if value < math.inf]
-            total, size = sum(reachable) * weight, max(1, len(reachable))
-        common += min(harm.share_limit, harm.share * total / size)
-    return [n * w * weight + common + n * linger for n, w in zip(came, wait, strict=True)]
-
-
-def _keep_list(request: RequestView, snapshot: Snapshot, harm: Harm, owners: Mapping[int, int]) -> list[float]:
-    """What `keep_ns` gives, zeros where that is None."""
-    empty, blocks = snapshot.columns.empty_blocks.tolist(), request.chain_blocks
-    if not harm.keep or snapshot.pressure is None or blocks <= min(empty):
-        return [0.0] * len(empty)
-    pressures = snapshot.pressure.tolist()
-    weight = harm.keep * snapshot.footprint.block_tokens * snapshot.fastest.token_ns
-    keep = [
-        (blocks - free) * pressure * weight if free < blocks else 0.0
-        for free, pressure in zip(empty, pressures, strict=True)
+def _sheet(request: RequestView, snapshot: Snapshot, params: Params, sources: list[Holding]) -> Floats:
+    """`router.kernel.Terms` in their order, then the sources; see `router.kernel.score_redo`."""
+    harm, costs, footprint, fastest = params.harm, params.costs, snapshot.footprint, snapshot.fastest
+    device, host = snapshot.links.best(_DEVICE), snapshot.links.best(_HOST)
+    now_ns = snapshot.now_ns
+    numbers = [
+        now_ns,
+        now_ns - costs.stale_report_ns,
+        costs.unknown_wait_ns,
+        request.prompt_tokens,
+        request.chain_blocks,
+        footprint.block_tokens,
+        footprint.block_bytes,
+        footprint.fixed_bytes,
+        costs.notice_ns,
+        _ticket(request),
+        harm.base,
+        harm.follow * snapshot.arrival_scale,
+        harm.cap_ns,
+        harm.share,
+        harm.share_limit,
+        harm.linger,
+        harm.keep * footprint.block_tokens * fastest.token_ns,
+        snapshot.features.split,
+        fastest.t0_ns,
+        fastest.token_ns,
+        fastest.pair_ns,
+        device.alpha_ns,
+        device.byte_ns,
+        host.alpha_ns,
+        host.byte_ns,
     ]
-    for position, own in owners.items():
-        leaving = blocks - empty[position] - own
-        keep[position] = leaving * pressures[position] * weight if leaving > 0.0 else 0.0
-    return keep
-
-
-def _first_list(snapshot: Snapshot, score: Sequence[float], least: float, redo: Sequence[float], ticket: int) -> int:
-    requests, rank, size = snapshot.columns.requests.tolist(), snapshot.columns.rank.tolist(), len(score)
-    tied = (position for position, value in enumerate(score) if value == least)
-    return min(tied, key=lambda i: (redo[i], requests[i], (rank[i] - ticket) % size))
+    for position, blocks, tier in sources:
+        numbers += (position, blocks, tier, 0.0, 0.0)
+    return np.array(numbers, dtype=np.float64)

@@ -1,9 +1,8 @@
 """What one decision sees: the request and a snapshot of the cluster.  (pure)
 
 Facts about a worker that change rarely live in `WorkerView`; numbers that change with every report or promise live in
-`Columns`, one numpy array per number with one entry per worker, so that a thousand workers are priced at once. The
-owner of the columns (`router.fleet`) writes them; a decision only reads them, and a `Snapshot` is valid until the
-next write. `Columns.copy` freezes one for a record.
+`Columns`, one row per number with one entry per worker, so that a thousand workers are priced at once. The owner of the
+columns (`router.fleet`) writes them; a decision only reads them, and a `Snapshot` is valid until the next write.
 
 Moments are nanoseconds of the router's clock, kept as float64: exact to 1 ns for 104 days of uptime.
 """
@@ -11,29 +10,20 @@ Moments are nanoseconds of the router's clock, kept as float64: exact to 1 ns fo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvpool.reports import WorkerLoad
 from kvpool.types import BlockHash, MemberState, RequestId, Role, Tier, WorkerId, WorkerKey
+from router import kernel
 from router.estimators import LinkCurve, PrefillCurve
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
-
-Column = list[float] | Floats
-"""One number for every worker, in the order of the snapshot."""
+from router.kernel import Floats
 
 NO_ARRIVALS = 1e-200
-"""Least of ``Columns.arrivals``: nothing, and yet times an endless wait it is endless and not undefined."""
-
-LEAST_PREFILL_NS = 1e-200
-"""Least of the fixed time of a prefill, for the same reason."""
+"""Least of ``Columns.arrivals``: a share of all of them is always defined."""
 
 NEVER_NS = -np.inf
 """``Columns.reported_ns`` of a worker that has not reported yet."""
@@ -72,13 +62,13 @@ class WorkerView:
     load: WorkerLoad | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class Columns:
-    """Numbers of all workers, in the order of ``Snapshot.workers``.
+    """Numbers of all workers, in the order of ``Snapshot.workers``: views of the rows of one table.
 
     Attributes:
+        table: all of them, as the compiled loops read it.
         closed_ns: 0 where a new request may go (alive, and prefills), inf elsewhere: a wait that never ends.
-        holder: may be read from (alive).
+        holder: 1 for one that may be read from (alive), else 0.
         rank: position of the key in sorted order; makes ties independent of the order of workers.
         reported_ns: moment since which a report is due: that of the newest report, `NEVER_NS` before the first, inf
             for a worker that reported to be idle and got no work since.
@@ -87,75 +77,76 @@ class Columns:
         requests: requests admitted or promised and not finished.
         queued_tokens: prompt tokens to compute, reported and promised.
         empty_blocks: blocks that can come without anything leaving.
-        arrivals: decayed count of requests routed to the worker; `arrival_scale` turns it into a rate.
-        curves: prefill curves (`router.estimators.PrefillCurve`), one row per coefficient: t0 (at least
-            `LEAST_PREFILL_NS`), per token, per pair.
+        arrivals: decayed count of requests routed to the worker; ``arrival_scale`` turns it into a rate.
+        pressure: how soon what leaves the worker's cache would have been wanted again, against the mean of all; 0
+            where nobody knows.
+        t0_ns, token_ns, pair_ns: prefill curves (`router.estimators.PrefillCurve`); ``curves`` are all three rows.
     """
 
-    closed_ns: Floats
-    holder: Bools
-    rank: Ints
-    reported_ns: Floats
-    gpu_free_ns: Floats
-    in_free_ns: Floats
-    out_free_ns: Floats
-    requests: Floats
-    queued_tokens: Floats
-    empty_blocks: Floats
-    arrivals: Floats
-    curves: Floats
+    __slots__ = (
+        "arrivals",
+        "closed_ns",
+        "curves",
+        "empty_blocks",
+        "gpu_free_ns",
+        "holder",
+        "in_free_ns",
+        "out_free_ns",
+        "pair_ns",
+        "pressure",
+        "queued_tokens",
+        "rank",
+        "reported_ns",
+        "requests",
+        "t0_ns",
+        "table",
+        "token_ns",
+    )
 
-    @property
-    def t0_ns(self) -> Floats:
-        """Fixed time of a prefill; a view."""
-        view: Floats = self.curves[0]
-        return view
-
-    @property
-    def token_ns(self) -> Floats:
-        """Time per new token; a view."""
-        view: Floats = self.curves[1]
-        return view
-
-    @property
-    def pair_ns(self) -> Floats:
-        """Time per pair; a view."""
-        view: Floats = self.curves[2]
-        return view
+    def __init__(self, table: Floats) -> None:
+        self.table = table
+        self.closed_ns: Floats = table[kernel.CLOSED]
+        self.holder: Floats = table[kernel.HOLDER]
+        self.rank: Floats = table[kernel.RANK]
+        self.reported_ns: Floats = table[kernel.REPORTED]
+        self.gpu_free_ns: Floats = table[kernel.GPU_FREE]
+        self.in_free_ns: Floats = table[kernel.IN_FREE]
+        self.out_free_ns: Floats = table[kernel.OUT_FREE]
+        self.requests: Floats = table[kernel.REQUESTS]
+        self.queued_tokens: Floats = table[kernel.QUEUED]
+        self.empty_blocks: Floats = table[kernel.EMPTY]
+        self.arrivals: Floats = table[kernel.ARRIVALS]
+        self.pressure: Floats = table[kernel.PRESSURE]
+        self.t0_ns: Floats = table[kernel.T0]
+        self.token_ns: Floats = table[kernel.TOKEN]
+        self.pair_ns: Floats = table[kernel.PAIR]
+        self.curves: Floats = table[kernel.T0 : kernel.PAIR + 1]
 
     @classmethod
     def zeros(cls, size: int) -> Columns:
         """Columns of ``size`` workers that are not eligible for anything yet."""
-        kinds = {"holder": np.bool_, "rank": np.int64}
-        made: dict[str, Any] = {
-            item.name: np.zeros(size, dtype=kinds.get(item.name, np.float64)) for item in fields(cls)
-        }
-        made["curves"] = np.zeros((3, size))
-        made["reported_ns"].fill(NEVER_NS)
-        made["closed_ns"].fill(np.inf)
-        made["arrivals"].fill(NO_ARRIVALS)
-        return cls(**made)
+        made = cls(np.zeros((kernel.TABLE_ROWS, size)))
+        made.reported_ns.fill(NEVER_NS)
+        made.closed_ns.fill(np.inf)
+        made.arrivals.fill(NO_ARRIVALS)
+        return made
+
+    def curve(self, position: int) -> PrefillCurve:
+        """The prefill curve of one worker."""
+        return PrefillCurve(self.t0_ns.item(position), self.token_ns.item(position), self.pair_ns.item(position))
 
     def copy(self) -> Columns:
         """Columns nobody else writes."""
-        return Columns(*(getattr(self, item.name).copy() for item in fields(self)))
+        return Columns(self.table.copy())
 
     def chosen(self, positions: list[int], added: int = 0) -> Columns:
         """The numbers of some workers, in this order, and of ``added`` new ones behind them."""
         made = Columns.zeros(len(positions) + added)
-        for item in fields(self):
-            getattr(made, item.name)[..., : len(positions)] = getattr(self, item.name)[..., positions]
+        made.table[:, : len(positions)] = self.table[:, positions]
         return made
 
     def __len__(self) -> int:
         return len(self.rank)
-
-
-class LinkRow(NamedTuple):
-    """Curves of the links from one holder's tier to every worker, in the order of ``Snapshot.workers``."""
-
-    alpha_ns: list[float]
-    byte_ns: list[float]
 
 
 class LinkView(Protocol):
@@ -164,8 +155,8 @@ class LinkView(Protocol):
     def curve(self, holder: WorkerId, reader: WorkerId, tier: Tier, now_ns: int) -> LinkCurve:
         """What to expect of one link now."""
 
-    def row(self, holder: WorkerId, tier: Tier, now_ns: int) -> LinkRow:
-        """Curves from the holder to every worker of the snapshot, in its order."""
+    def row(self, holder: WorkerId, tier: Tier, now_ns: int) -> Floats:
+        """Links from the holder to every worker of the snapshot, in its order: a row of α, a row of times per byte."""
 
     def best(self, tier: Tier) -> LinkCurve:
         """A curve no link of the tier is better than."""
@@ -209,12 +200,10 @@ class Snapshot(NamedTuple):
         footprint: bytes of the model's KV.
         links, failures: learned curves and rates.
         fastest: a prefill curve no worker's is below.
-        oldest_report_ns: least of ``columns.reported_ns``.
         features: what the workers can execute.
         arrival_scale: ``columns.arrivals * arrival_scale`` is the recent rate of requests per ns of each worker.
         together: share of the sum of single links that a reader takes from several holders at once; 1 where unknown.
         fills: time per byte from host memory to where the worker computes, of workers with a device tier.
-        pressure: how soon what leaves each worker's cache would have been wanted again, against the mean of all.
     """
 
     now_ns: int
@@ -226,12 +215,13 @@ class Snapshot(NamedTuple):
     links: LinkView
     failures: FailureView
     fastest: PrefillCurve
-    oldest_report_ns: float
     features: Features = Features()
     arrival_scale: float = 0.0
-    pressure: Floats | None = None
     together: Mapping[WorkerKey, float] = MappingProxyType({})
     fills: Mapping[WorkerKey, float] = MappingProxyType({})
+
+
+_DEVICE = Tier.DEVICE  # looking a member up takes longer than comparing with it
 
 
 class Holding(NamedTuple):
@@ -252,18 +242,21 @@ def holdings(request: RequestView, snapshot: Snapshot) -> list[Holding]:
     that holds copies of what lies in host memory (``Snapshot.fills``) is nobody's source: peers read the latter."""
     limit = usable_blocks(request, snapshot.footprint.block_tokens)
     found = []
-    position_of = snapshot.positions.get
+    position_of, fills = snapshot.positions.get, snapshot.fills
+    seen: Mapping[Tier, int] | None = None
+    blocks, best_tier = 0, _DEVICE
     for key, tiers in snapshot.prefixes.items():
         position = position_of(key)
         if position is None:
             continue
-        blocks, best_tier = 0, Tier.DEVICE
-        for tier, held in tiers.items():
-            clipped = held if held < limit else limit
-            if clipped > blocks or (clipped == blocks and tier < best_tier):
-                blocks, best_tier = clipped, tier
+        if tiers is not seen:  # equally long ones share theirs
+            blocks, best_tier, seen = 0, _DEVICE, tiers
+            for tier, held in tiers.items():
+                clipped = held if held < limit else limit
+                if clipped > blocks or (clipped == blocks and tier < best_tier):
+                    blocks, best_tier = clipped, tier
         if blocks > 0:
-            found.append(Holding(position, blocks, _read_from(best_tier, key, snapshot)))
+            found.append(Holding(position, blocks, _read_from(best_tier, key, snapshot) if fills else best_tier))
     return found
 
 

@@ -82,13 +82,8 @@ def _over(
     byte_ns, survives = 1.0 / rate, 1.0
     for way in ways:
         survives *= 1.0 - way.failure
-    alone = pair._replace(
-        backlog_ns=0.0,
-        alpha_ns=start_ns - footprint.fixed_bytes * byte_ns,
-        byte_ns=byte_ns,
-        failure=1.0 - survives,
-    )
-    prices = [price_whole_load(alone, footprint, costs), price_split(alone, footprint) if split else None]
+    alone = pair._replace(start_ns=start_ns, block_ns=footprint.block_bytes * byte_ns, failure=1.0 - survives)
+    prices = [price_whole_load(alone, costs), price_split(alone) if split else None]
     price = min((item for item in prices if item is not None), key=lambda item: item.ttft_ns, default=None)
     if price is None:
         return None

@@ -30,7 +30,7 @@ Prefixes = dict[WorkerKey, dict[Tier, int]]
 """Per worker: leading blocks held in this tier *or a faster one*; tiers that add nothing are left out.
 
 ``{DEVICE: 50, HOST: 80}`` is a prefix of 80 blocks of which the first 50 are on the device. The longest prefix is the
-largest value. Workers without the first block do not appear.
+largest value. Workers without the first block do not appear. Equal workers may share their value: do not write it.
 """
 
 DEFAULT_MAX_ENTRIES = 10_000_000
@@ -97,7 +97,7 @@ class PrefixIndex:
         self._tiers: tuple[Tier, ...] = ()  # those with entries, fastest first
         self._retired: list[_Slot] = []
         self._sweep: _Sweep | None = None
-        self._decoded: dict[int, tuple[int, ...]] = {}
+        self._decoded: dict[int, tuple[WorkerKey, ...]] = {}
         self._learn_pause = 0
         self.refused_blocks = 0
         self.unknown_removals = 0
@@ -281,7 +281,11 @@ class PrefixIndex:
             tier = tiers[0]
             shift = self._lanes[tier] * self._width
             steps, pieces = table.descend(chain, self._visible << shift)
-            result = {key: {tier: blocks} for key, blocks in self._decode(steps, shift)}
+            result: Prefixes = {}
+            for blocks, bits in steps:
+                held = {tier: blocks}
+                for key in self._decoded.get(bits >> shift) or self._keys_of(bits >> shift):
+                    result[key] = held
         else:
             result, pieces = self._descend_tiers(table, chain, tiers)
         if learn and pieces:
@@ -294,7 +298,7 @@ class PrefixIndex:
         mask = 0 if table is None else table.mask(block_key(item))
         found: dict[WorkerKey, tuple[Tier, ...]] = {}
         for tier, lane in sorted(self._lanes.items()):
-            for key, _ in self._decode([(1, (mask >> lane * self._width) & self._visible)]):
+            for key in self._keys_of((mask >> lane * self._width) & self._visible):
                 found[key] = (*found.get(key, ()), tier)
         return found
 
@@ -304,7 +308,7 @@ class PrefixIndex:
         table, holder = self._tables.get(group), self._holders.get(key)
         own = 0 if holder is None else 1 << holder.slot.number
         found: list[tuple[int, bool]] = []
-        last, others, slots = -1, 0, self._slots_of(0)  # neighbours in a chain mostly have the same holders
+        last, others, slots = -1, 0, list[int]()  # neighbours in a chain mostly have the same holders
         for number in map(block_key, hashes):
             mask = 0 if table is None else table.mask(number)
             if mask != last:
@@ -312,7 +316,7 @@ class PrefixIndex:
                 for lane in self._lanes.values():
                     reach |= mask >> lane * self._width
                 reach &= self._visible
-                others, slots = reach & ~own, self._slots_of(reach)
+                others, slots = reach & ~own, list(_bits(reach))
             keeper = 1 << slots[number % len(slots)] if others else 0
             found.append((others.bit_count(), bool(keeper & others)))
         return found
@@ -403,6 +407,7 @@ class PrefixIndex:
             return None
         number = heapq.heappop(self._free)
         self._keys[number] = key
+        self._decoded.clear()
         return _Slot(number)
 
     def _retire(self, slot: _Slot) -> None:
@@ -416,6 +421,7 @@ class PrefixIndex:
         for tier in Tier:
             self._count(slot, tier, -slot.counts[tier])
         self._keys[slot.number] = None
+        self._decoded.clear()
         heapq.heappush(self._free, slot.number)
 
     def _sweep_all(self) -> None:
@@ -468,28 +474,22 @@ class PrefixIndex:
                 break
         result: Prefixes = {}
         for number, tier in enumerate(tiers if last else ()):
-            for key, blocks in self._decode([*steps[number], (last, alive[number])]):
-                known = result.setdefault(key, {})
-                if blocks > max(known.values(), default=0):
-                    known[tier] = blocks
+            for blocks, bits in (*steps[number], (last, alive[number])):
+                for key in self._keys_of(bits):
+                    known = result.setdefault(key, {})
+                    if blocks > max(known.values(), default=0):
+                        known[tier] = blocks
         return result, pieces
 
-    def _decode(self, steps: list[tuple[int, int]], shift: int = 0) -> list[tuple[WorkerKey, int]]:
-        result = []
-        keys, decoded = self._keys, self._decoded
-        for blocks, bits in steps:
-            mask = bits >> shift if shift else bits
-            for number in decoded.get(mask) or self._slots_of(mask):
-                key = keys[number]
-                if key is not None:
-                    result.append((key, blocks))
-        return result
-
-    def _slots_of(self, mask: int) -> tuple[int, ...]:
-        if len(self._decoded) >= MAX_DECODED_MASKS:
-            self._decoded.clear()
-        self._decoded[mask] = tuple(_bits(mask))
-        return self._decoded[mask]
+    def _keys_of(self, mask: int) -> tuple[WorkerKey, ...]:
+        """The workers of a mask of slots."""
+        found = self._decoded.get(mask)
+        if found is None:
+            if len(self._decoded) >= MAX_DECODED_MASKS:
+                self._decoded.clear()
+            keys = (self._keys[number] for number in _bits(mask))
+            found = self._decoded[mask] = tuple(key for key in keys if key is not None)
+        return found
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -13,9 +13,10 @@ import numpy as np
 
 from kvpool.types import BlockHash, WorkerKey
 from router.decide import Decision
+from router.kernel import Floats
 from router.planning import Params
 from router.policies.common import Facts, Rule
-from router.signals import Floats, RequestView, Snapshot
+from router.signals import RequestView, Snapshot
 
 SGLANG_BALANCE_ABS = 64
 SGLANG_BALANCE_REL = 1.5

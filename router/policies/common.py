@@ -9,11 +9,12 @@ from random import Random
 import numpy as np
 
 from router import cost
-from router.cost import Costs, Pair, Price
+from router.cost import Price
 from router.decide import Decision, LoadPrice
+from router.kernel import REDO, WAIT, Floats
 from router.planning import Params, build_plan, build_promise
-from router.scores import nobody, open_waits
-from router.signals import Floats, Holding, RequestView, Snapshot, holdings
+from router.scores import Case, open_case
+from router.signals import Holding, RequestView, Snapshot, holdings
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Facts:
     """One request against one snapshot, as columns in the order of the workers.
 
     Attributes:
+        case: the same for `router.decide`.
         candidates: positions of eligible workers in key order, so that rules do not depend on the snapshot's order.
         own: blocks each worker holds; ``own_tokens`` the same in tokens.
         wait: predicted wait for the GPU.
@@ -29,6 +31,7 @@ class Facts:
 
     request: RequestView
     snapshot: Snapshot
+    case: Case
     candidates: list[int]
     held: list[Holding]
     own: Floats
@@ -62,32 +65,29 @@ class Facts:
         return min(others, key=lambda item: (-item.blocks, columns.rank[item.position]), default=None)
 
 
-def gather(request: RequestView, snapshot: Snapshot, costs: Costs) -> Facts:
+def gather(request: RequestView, snapshot: Snapshot, params: Params) -> Facts:
     """Work the facts out.
 
     Raises:
         UnavailableError: no worker is eligible.
     """
-    wait = open_waits(request, snapshot, costs)
+    case = open_case(request, snapshot, params, own_memory=False)
     columns = snapshot.columns
     held = holdings(request, snapshot)
     own = np.zeros(len(columns))
     for holding in held:
         own[holding.position] = holding.blocks
-    block_tokens = snapshot.footprint.block_tokens
+    wait = case.kept[WAIT]
     order: Sequence[int] = np.argsort(columns.rank).tolist()
-    candidates = [i for i in order if wait[i] < np.inf]
-    if not candidates:
-        raise nobody(request, snapshot)
-    owners = {holding.position: holding.blocks for holding in held}
     return Facts(
         request=request,
         snapshot=snapshot,
-        candidates=candidates,
+        case=case,
+        candidates=[i for i in order if wait[i] < np.inf],
         held=held,
         own=own,
         wait=wait,
-        redo=cost.redo_ns(columns, request.prompt_tokens, owners, block_tokens),
+        redo=case.kept[REDO],
     )
 
 
@@ -99,7 +99,7 @@ class Rule:
 
     def facts(self, request: RequestView, snapshot: Snapshot) -> Facts:
         """See `gather`."""
-        return gather(request, snapshot, self.params.costs)
+        return gather(request, snapshot, self.params)
 
     def redo_on(self, facts: Facts, position: int) -> Decision:
         """Redo what the worker at ``position`` lacks."""
@@ -107,28 +107,11 @@ class Rule:
 
     def load_on(self, facts: Facts, position: int, source: Holding) -> Decision:
         """Load everything the source has and the worker lacks, then redo the rest."""
-        snapshot, columns = facts.snapshot, facts.snapshot.columns
-        key = snapshot.workers[source.position].key
-        now_ns = snapshot.now_ns
-        link = snapshot.links.curve(key.worker_id, snapshot.workers[position].key.worker_id, source.tier, now_ns)
-        busy_ns = max(float(columns.out_free_ns[source.position]), float(columns.in_free_ns[position])) - now_ns
-        pair = Pair(
-            wait_ns=float(facts.wait[position]),
-            redo_ns=float(facts.redo[position]),
-            own_blocks=int(facts.own[position]),
-            held_blocks=source.blocks,
-            total_tokens=facts.request.prompt_tokens,
-            backlog_ns=max(busy_ns, 0.0),
-            alpha_ns=link.alpha_ns,
-            byte_ns=link.byte_ns,
-            failure=snapshot.failures.probability(key, now_ns),
-            t0_ns=float(columns.t0_ns[position]),
-            token_ns=float(columns.token_ns[position]),
-            pair_ns=float(columns.pair_ns[position]),
-        )
-        load = cost.price_whole_load(pair, snapshot.footprint, self.params.costs)
+        load = cost.price_whole_load(facts.case.pair(position, source), self.params.costs)
         if load is None:
             return self.redo_on(facts, position)
+        holder, reader = (facts.snapshot.workers[at].key.worker_id for at in (source.position, position))
+        link = facts.snapshot.links.curve(holder, reader, source.tier, facts.snapshot.now_ns)
         return self._decision(facts, position, load, source, link.byte_ns)
 
     def _decision(
@@ -146,7 +129,8 @@ class Rule:
             owners={holding.position: holding.blocks for holding in facts.held},
             wait=facts.wait,
             redo=facts.redo,
-            loads=() if source is None else (LoadPrice(position, source, price),),
+            tried=(),
+            priced=() if source is None else (LoadPrice(position, source, price),),
             promise=build_promise(facts.request, snapshot, plan, price, position, own, byte_ns),
             own_blocks=own,
             holders=len(facts.held),

@@ -9,9 +9,10 @@ import numpy as np
 
 from kvpool.types import WorkerKey
 from router.decide import Decision
+from router.kernel import Floats
 from router.planning import Params
 from router.policies.common import Facts, Rule
-from router.signals import Floats, Holding, RequestView, Snapshot
+from router.signals import Holding, RequestView, Snapshot
 
 
 class Plain:
@@ -91,7 +92,7 @@ class Mooncake:
         cached = float(best.blocks * snapshot.footprint.block_tokens)
         rest = facts.request.prompt_tokens - cached
         prefill = columns.t0_ns + rest * (columns.token_ns + columns.pair_ns * (cached + 0.5 * rest))
-        return np.asarray(row.alpha_ns + moved * row.byte_ns + prefill, dtype=np.float64)
+        return np.asarray(row[0] + moved * row[1] + prefill, dtype=np.float64)
 
 
 PREBLE_WINDOW_NS = 180_000_000_000

@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
+import numpy as np
+
 from kvpool.types import Tier, WorkerId
 from router.decide import Decision
 from router.estimators import LinkCurve, PrefillCurve
+from router.kernel import Floats
 from router.policies import Policy
-from router.signals import LinkRow, RequestView, Snapshot
+from router.signals import RequestView, Snapshot
 from router.simulation.network import Network
 from router.simulation.parts import Node
 from router.simulation.presets import Preset
@@ -37,9 +40,9 @@ class TrueLinks:
         """See `router.signals.LinkView`."""
         return self.link
 
-    def row(self, holder: WorkerId, tier: Tier, now_ns: int) -> LinkRow:
+    def row(self, holder: WorkerId, tier: Tier, now_ns: int) -> Floats:
         """See `router.signals.LinkView`."""
-        return LinkRow([self.link.alpha_ns] * self.nodes, [self.link.byte_ns] * self.nodes)
+        return np.array([[self.link.alpha_ns] * self.nodes, [self.link.byte_ns] * self.nodes])
 
     def best(self, tier: Tier) -> LinkCurve:
         """See `router.signals.LinkView`."""

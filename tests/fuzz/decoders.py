@@ -334,7 +334,6 @@ NO_DECODERS = {
     "kvpool.transport.ucx.errors.from_ucx": "maps an exception",
     "kvpool.cluster.manual.ManualRouter.load": "builds a plan in a program",
     "router.policies.common.Rule.load_on": "builds a decision",
-    "router.bounds.load_bound": "arithmetic",
     "workers.engine.architecture.parse_dtype": "a look-up in a table of names",
     "workers.engine.architecture.read_shape": "takes a config that transformers has parsed",
     "router.learned.Learned.load": "learns from a sample",

@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 
 from kvpool.plan import PlanKind
 from kvpool.types import Tier
-from router import cost
+from router import cost, kernel
+from router.compiled import kernels
 from router.cost import Costs
 from router.decide import Decision, decide
-from router.disks import await_disks
 from router.estimators import LinkCurve, PrefillCurve
-from router.fills import await_fills
 from router.planning import Harm, Params
-from router.scores import crowds, harm_ns, keep_ns
+from router.scores import open_case
 from router.signals import Features, Footprint, Snapshot, holdings, readable
-from tests.unit.router_kit import FOOTPRINT, FixedFailures, Worker, key, request, snapshot
+from tests.unit.router_kit import CURVE, FOOTPRINT, FixedFailures, Worker, key, request, snapshot
 
 SETTINGS = settings(max_examples=150, deadline=None)
 times = st.floats(0.0, 1e11)
@@ -121,6 +120,8 @@ def test_adding_a_holder_never_raises_the_price_and_removing_one_never_lowers_it
     workers: list[Worker], link: LinkCurve, rate: float, able: Features, who: int, blocks: int
 ) -> None:
     who %= len(workers)
+    # what a worker reads from its own disk or fills into its device tier might come sooner over a free link
+    workers = [replace(worker, fill_byte_ns=None, tier=Tier(min(worker.tier, Tier.HOST))) for worker in workers]
     without = [replace(worker, blocks=0) if i == who else worker for i, worker in enumerate(workers)]
     extended = [replace(worker, blocks=blocks) if i == who else worker for i, worker in enumerate(workers)]
     assert price(extended, link, rate, able).price_ns <= price(without, link, rate, able).price_ns
@@ -186,18 +187,24 @@ def test_an_unknown_worker_is_never_preferred_to_the_same_worker_known_idle(
     assert price(unknown, link, rate, able).price_ns >= price(known, link, rate, able).price_ns
 
 
+def harmed(
+    workers: list[Worker],
+    link: LinkCurve,
+    rate: float,
+    able: Features,
+    arrivals: list[float],
+    empty: list[float],
+    pressure: list[float],
+) -> Snapshot:
+    shot = snapshot(workers, links=link, failures=FixedFailures(rate), features=able)
+    shot.columns.arrivals[:] = arrivals[: len(workers)]
+    shot.columns.empty_blocks[:] = empty[: len(workers)]
+    shot.columns.pressure[:] = pressure[: len(workers)]
+    return shot._replace(arrival_scale=1e-9)
+
+
 @SETTINGS
-@given(
-    clusters(2),
-    links,
-    rates,
-    features,
-    harms,
-    six(1e-3, 1e3),
-    six(0.0, 200.0),
-    six(0.0, 16.0),
-    st.sampled_from([0, 24]),
-)
+@given(clusters(2), links, rates, features, harms, six(1e-3, 1e3), six(0.0, 200.0), six(0.0, 16.0))
 def test_bounds_lose_no_optimum(
     workers: list[Worker],
     link: LinkCurve,
@@ -207,65 +214,134 @@ def test_bounds_lose_no_optimum(
     arrivals: list[float],
     empty: list[float],
     pressure: list[float],
-    few: int,
 ) -> None:
-    shot = snapshot(workers, links=link, failures=FixedFailures(rate), features=able)
+    _check_optimum(harmed(workers, link, rate, able, arrivals, empty, pressure), harm)
+
+
+@st.composite
+def equals(draw: st.DrawFn) -> list[Worker]:
+    """Workers between which and whose plans it is a near thing."""
+    return [
+        Worker(
+            number=number,
+            blocks=draw(st.sampled_from([0, 0, 5, 20, 90, 95, 99])),
+            wait_ns=draw(st.sampled_from([0.0, 0.0, 3e7, 9e7])),
+            in_ns=draw(st.sampled_from([0.0, 2e7])),
+            out_ns=draw(st.sampled_from([0.0, 0.0, 2e7, 5e7])),
+            curve=replace(CURVE, token_ns=CURVE.token_ns * draw(st.sampled_from([0.8, 1.0, 1.0, 1.3]))),
+        )
+        for number in range(draw(st.integers(3, 6)))
+    ]
+
+
+@settings(max_examples=400, deadline=None)
+@given(equals(), st.data(), features, st.sampled_from([0.0, 0.01, 0.3]), six(0.0, 3e-8))
+def test_no_optimum_is_lost_where_it_is_a_near_thing(
+    workers: list[Worker], data: st.DataObject, able: Features, rate: float, arrivals: list[float]
+) -> None:
+    speeds = st.builds(LinkCurve, alpha_ns=st.just(1e6), byte_ns=st.floats(0.5, 8.0))
+    names = [key(worker.number).worker_id for worker in workers]
+    pairs = {(a, b): data.draw(speeds) for a in names[:2] for b in names if a != b}
+    shot = snapshot(workers, links=data.draw(speeds), pairs=pairs, failures=FixedFailures(rate), features=able)
     shot.columns.arrivals[:] = arrivals[: len(workers)]
-    shot.columns.empty_blocks[:] = empty[: len(workers)]
-    shot = shot._replace(arrival_scale=1e-9, pressure=np.array(pressure[: len(workers)]))
-    pruned = decide(request(), shot, Params(priced_pairs=0, harm=harm), few=few)
-    everything = _every_score(shot, harm)
-    assert _score(shot, harm, pruned.position, pruned.price_ns, pruned.promise.gpu_ns) == pytest.approx(
-        min(everything), rel=1e-9, abs=2.0
+    _check_optimum(shot._replace(arrival_scale=1.0), Harm(base=0.2, follow=6.0))
+
+
+def _check_optimum(shot: Snapshot, harm: Harm) -> None:
+    made = decide(request(), shot, Params(harm=harm))
+    scores = _every_score(shot, harm)
+    least = min(scores.values())
+    assert _score(shot, harm, made.position, made.price_ns, made.promise.gpu_ns) == pytest.approx(
+        least, rel=1e-9, abs=2.0
     )
+    shown = {(item.position, item.source.position, item.price.kind) for item in made.loads}
+    floor = min((score for what, score in scores.items() if what not in shown and what[1] is not None), default=None)
+    if made.load_floor_ns is not None and floor is not None:
+        assert made.load_floor_ns <= floor * (1 + 1e-9) + 2.0
 
 
 def _reads_own_disk(workers: list[Worker], made: Decision) -> bool:
     return workers[made.position].tier is Tier.DISK and made.own_blocks > 0
 
 
+def _waits(shot: Snapshot) -> list[float]:
+    """The wait of every worker, what lies on its disk and is filled into its device tier included."""
+    columns, waits = shot.columns, []
+    for i, view in enumerate(shot.workers):
+        wait = max(float(columns.gpu_free_ns[i]) - shot.now_ns, float(columns.closed_ns[i]))
+        if columns.reported_ns[i] < shot.now_ns - Costs().stale_report_ns:
+            wait += Costs().unknown_wait_ns
+        tiers = {tier: min(blocks, 99) for tier, blocks in shot.prefixes.get(view.key, {}).items()}
+        memory = max((blocks for tier, blocks in tiers.items() if tier is not Tier.DISK), default=0)
+        on_disk = tiers.get(Tier.DISK, 0) - memory
+        curve = columns.curve(i)
+        if on_disk > 0:
+            link = shot.links.curve(view.key.worker_id, view.key.worker_id, Tier.DISK, shot.now_ns)
+            redo = curve.time_ns(16 * on_disk, 16 * memory) - curve.t0_ns
+            wait = max(wait, min(link.time_ns(on_disk * FOOTPRINT.block_bytes), wait + redo))
+        byte_ns, device = shot.fills.get(view.key), tiers.get(Tier.DEVICE, 0)
+        filled = tiers.get(Tier.HOST, 0) - device
+        if byte_ns is not None and filled > 0:
+            redo = curve.time_ns(16 * filled, 16 * device) - curve.t0_ns
+            wait += min(filled * FOOTPRINT.block_bytes * byte_ns, redo)
+        waits.append(wait)
+    return waits
+
+
 def _score(shot: Snapshot, harm: Harm, position: int, ttft_ns: float, gpu_ns: float) -> float:
-    waits = cost.wait_ns(shot, Costs())
-    await_disks(waits, request(), shot)
-    await_fills(waits, request(), shot)
-    crowd = crowds(shot, harm, waits)
-    owners = {item.position: item.blocks for item in holdings(request(), shot)}
-    keep = keep_ns(request(), shot, harm, owners)
-    return ttft_ns + harm_ns(harm, gpu_ns, float(crowd[position])) + (0.0 if keep is None else float(keep[position]))
+    """The formula of `router.planning.Harm`, word by word."""
+    columns, waits = shot.columns, _waits(shot)
+    follow = [float(columns.arrivals[i]) * shot.arrival_scale * harm.follow * wait for i, wait in enumerate(waits)]
+    shared = min(harm.share_limit, harm.share * sum(follow) / len(follow))
+    share = float(columns.arrivals[position]) * len(waits) / float(columns.arrivals.sum() or math.inf)
+    crowd = harm.base + follow[position] + harm.linger * share + shared
+    own = next((item.blocks for item in holdings(request(), shot) if item.position == position), 0)
+    leaving = max(0.0, 100 - float(columns.empty_blocks[position]) - own)
+    redo = 16 * float(columns.token_ns.min())
+    keep = harm.keep * leaving * redo * float(columns.pressure[position])
+    return ttft_ns + min(gpu_ns, harm.cap_ns) * crowd + keep
 
 
-def _every_score(shot: Snapshot, harm: Harm) -> list[float]:
-    """Scores of all plans over all pairs, without any bound."""
+def _every_score(shot: Snapshot, harm: Harm) -> dict[tuple[int, int | None, PlanKind], float]:
+    """Scores of all plans over all pairs, by worker, holder and kind, without any bound."""
     columns, tokens = shot.columns, 1600
-    waits = cost.wait_ns(shot, Costs())
-    await_disks(waits, request(tokens), shot)
-    await_fills(waits, request(tokens), shot)
+    waits = _waits(shot)
     held = holdings(request(tokens), shot)
     own = {item.position: item.blocks for item in held}
-    found = []
+    found: dict[tuple[int, int | None, PlanKind], float] = {}
     for i in range(len(columns)):
-        curve = PrefillCurve(float(columns.t0_ns[i]), float(columns.token_ns[i]), float(columns.pair_ns[i]))
-        mine = own.get(i, 0)
+        curve, mine = columns.curve(i), own.get(i, 0)
         redo = curve.time_ns(tokens - 16 * mine, 16 * mine)
-        found.append(_score(shot, harm, i, float(waits[i]) + redo, redo))
+        found[i, None, PlanKind.REDO] = _score(shot, harm, i, waits[i] + redo, redo)
         for item in readable(held, request(tokens), shot):
             row = shot.links.row(shot.workers[item.position].key.worker_id, item.tier, shot.now_ns)
             backlog = max(columns.out_free_ns[item.position], columns.in_free_ns[i]) - shot.now_ns
-            pair = cost.Pair(
-                float(waits[i]), redo, mine, item.blocks, tokens, max(0.0, float(backlog)),
-                float(row.alpha_ns[i]), float(row.byte_ns[i]), shot.failures.probability(key(0), shot.now_ns),
-                curve.t0_ns, curve.token_ns, curve.pair_ns,
-            )  # fmt: skip
-            plans = [cost.price_load(pair, shot.footprint, Costs())]
+            link = LinkCurve(float(row[0, i]), float(row[1, i]))
+            failure = shot.failures.probability(key(0), shot.now_ns)
+            pair = cost.make_pair(
+                waits[i],
+                redo,
+                mine,
+                item.blocks,
+                tokens,
+                shot.footprint,
+                max(0.0, float(backlog)),
+                link,
+                failure,
+                curve,
+            )
+            plans = [cost.price_load(pair, Costs())]
             if shot.features.split:
-                plans.append(cost.price_split(pair, shot.footprint))
-            found.extend(_score(shot, harm, i, plan.ttft_ns, plan.gpu_ns) for plan in plans if plan is not None)
+                plans.append(cost.price_split(pair))
+            for plan in plans:
+                if plan is not None:
+                    found[i, item.position, plan.kind] = _score(shot, harm, i, plan.ttft_ns, plan.gpu_ns)
     return found
 
 
 @SETTINGS
 @given(clusters(), links, rates, features, harms, six(1e-9, 1e3), six(0.0, 200.0), six(0.0, 16.0), st.booleans())
-def test_lists_for_few_workers_and_arrays_for_many_decide_the_same(
+def test_compiled_code_says_what_its_source_says(
     workers: list[Worker],
     link: LinkCurve,
     rate: float,
@@ -276,26 +352,31 @@ def test_lists_for_few_workers_and_arrays_for_many_decide_the_same(
     pressure: list[float],
     exclude: bool,
 ) -> None:
-    shot = snapshot(workers, links=link, failures=FixedFailures(rate), features=able)
-    shot.columns.arrivals[:] = arrivals[: len(workers)]
-    shot.columns.empty_blocks[:] = empty[: len(workers)]
-    shot = shot._replace(arrival_scale=1e-9, pressure=np.array(pressure[: len(workers)]))
+    shot = harmed(workers, link, rate, able, arrivals, empty, pressure)
     asked = request(exclude=frozenset({key(0)}) if exclude and len(workers) > 1 else frozenset())
-    lists, arrays = (decide(asked, shot, Params(harm=harm), few=few) for few in (10, 0))
-    assert (lists.worker, lists.plan, lists.price_ns) == (arrays.worker, arrays.plan, arrays.price_ns)
-    assert lists.promise == arrays.promise
-    assert lists.wait == arrays.wait.tolist()  # type: ignore[union-attr]
-    assert lists.redo == arrays.redo.tolist()  # type: ignore[union-attr]
+    case = open_case(asked, shot, Params(harm=harm))
+    table, sheet = shot.columns.table, case.sheet.copy()
+    work, kept = case.work.copy(), np.empty_like(case.kept)
+    with np.errstate(all="ignore"):
+        assert kernel.score_redo(table, work, kept, sheet) == case.redo
+        assert (work == case.work).all()
+        assert (kept == case.kept).all()
+        assert (sheet == case.sheet).all()
+        for at, source in enumerate(case.sources):
+            row = shot.links.row(shot.workers[source.position].key.worker_id, source.tier, shot.now_ns)
+            sides = [(function, sheet.copy()) for function in (kernel.best_load, kernels().best_load)]
+            said = [f(table, work, kept, mine, row, at, rate, case.redo[0]) for f, mine in sides]
+            assert said[0] == said[1]
+            assert (sides[0][1] == sides[1][1]).all()
 
 
 @SETTINGS
 @given(clusters(2), links, features)
 def test_deciding_changes_none_of_its_inputs(workers: list[Worker], link: LinkCurve, able: Features) -> None:
     shot = snapshot(workers, links=link, features=able)
-    before = shot.columns.copy()
+    before = shot.columns.table.copy()
     decide(request(exclude=frozenset({key(99)})), shot, Params())
-    for name in before.__dataclass_fields__:
-        assert (getattr(before, name) == getattr(shot.columns, name)).all()
+    assert (before == shot.columns.table).all()
 
 
 @SETTINGS

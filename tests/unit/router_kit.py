@@ -20,7 +20,8 @@ from kvpool.types import (
     WorkerKey,
 )
 from router.estimators import LinkCurve, PrefillCurve
-from router.signals import Columns, Features, Footprint, LinkRow, RequestView, Snapshot, WorkerView
+from router.kernel import Floats
+from router.signals import Columns, Features, Footprint, RequestView, Snapshot, WorkerView
 
 MS = 1_000_000
 S = 1_000_000_000
@@ -45,9 +46,9 @@ class FixedLinks:
     def curve(self, holder: WorkerId, reader: WorkerId, tier: Tier, now_ns: int) -> LinkCurve:
         return self.pairs.get((holder, reader), self.default)
 
-    def row(self, holder: WorkerId, tier: Tier, now_ns: int) -> LinkRow:
+    def row(self, holder: WorkerId, tier: Tier, now_ns: int) -> Floats:
         curves = [self.curve(holder, reader.worker_id, tier, now_ns) for reader in self.workers]
-        return LinkRow([c.alpha_ns for c in curves], [c.byte_ns for c in curves])
+        return np.array([[c.alpha_ns for c in curves], [c.byte_ns for c in curves]])
 
     def best(self, tier: Tier) -> LinkCurve:
         curves = [self.default, *self.pairs.values()]
@@ -111,7 +112,6 @@ def snapshot(
     for rank, i in enumerate(sorted(range(len(keys)), key=lambda i: keys[i].worker_id)):
         columns.rank[i] = rank
     return Snapshot(
-        oldest_report_ns=float(columns.reported_ns.min()),
         now_ns=now_ns,
         workers=tuple(
             WorkerView(keys[i], worker.role, worker.state, "memory", b"addr", f"actor-{worker.number}", worker.load)

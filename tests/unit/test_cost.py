@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvpool.reports import WorkerLoad
-from router import cost
+from router import cost, kernel
 from router.cost import Costs, Pair, Price
+from router.decide import decide
 from router.estimators import LinkCurve, PrefillCurve
+from router.planning import Params
 from router.signals import Footprint
-from tests.unit.router_kit import BLOCK, CURVE, FOOTPRINT, MS, S, Worker, snapshot
+from tests.unit.router_kit import BLOCK, CURVE, FOOTPRINT, MS, S, Worker, request, snapshot
 
 NO_NOTICE = Costs(notice_ns=0.0)
 
@@ -24,32 +26,21 @@ def pair(
     backlog: float = 0.0,
     link: LinkCurve | None = None,
     failure: float = 0.0,
+    footprint: Footprint = FOOTPRINT,
 ) -> Pair:
+    redo_ns = curve.time_ns(total - own * BLOCK, own * BLOCK)
     link = link or LinkCurve(1.0 * MS, 0.25)
-    return Pair(
-        wait_ns=wait,
-        redo_ns=curve.time_ns(total - own * BLOCK, own * BLOCK),
-        own_blocks=own,
-        held_blocks=held,
-        total_tokens=total,
-        backlog_ns=backlog,
-        alpha_ns=link.alpha_ns,
-        byte_ns=link.byte_ns,
-        failure=failure,
-        t0_ns=curve.t0_ns,
-        token_ns=curve.token_ns,
-        pair_ns=curve.pair_ns,
-    )
+    return cost.make_pair(wait, redo_ns, own, held, total, footprint, backlog, link, failure, curve)
 
 
-def load(made: Pair, footprint: Footprint = FOOTPRINT, costs: Costs = NO_NOTICE) -> Price:
-    price = cost.price_load(made, footprint, costs)
+def load(made: Pair, costs: Costs = NO_NOTICE) -> Price:
+    price = cost.price_load(made, costs)
     assert price is not None
     return price
 
 
 def split(made: Pair) -> Price:
-    price = cost.price_split(made, FOOTPRINT)
+    price = cost.price_split(made)
     assert price is not None
     return price
 
@@ -58,8 +49,8 @@ def test_prefill_time_counts_every_pair_once() -> None:
     whole = CURVE.time_ns(1600, 0)
     parts = CURVE.time_ns(600, 0) + CURVE.time_ns(1000, 600) - CURVE.t0_ns
     assert parts == pytest.approx(whole)
-    columns = snapshot([Worker(0)]).columns
-    assert cost.prefill_ns(columns, 1600, 600)[0] == pytest.approx(CURVE.time_ns(1000, 600))
+    curve = (CURVE.t0_ns, CURVE.token_ns, CURVE.pair_ns)
+    assert kernel.prefill_ns(*curve, 1600, 600) == pytest.approx(CURVE.time_ns(1000, 600))
 
 
 def test_a_reported_queue_is_priced_per_request() -> None:
@@ -114,12 +105,12 @@ def test_a_failing_holder_costs_its_notice_and_the_redo() -> None:
 
 def test_fixed_bytes_are_always_loaded() -> None:
     state = Footprint(BLOCK, 0, fixed_bytes=40_000_000)
-    priced = load(pair(), state)
+    priced = load(pair(footprint=state))
     assert priced.load_ns == pytest.approx(1.0 * MS + 40_000_000 * 0.25)
 
 
 def test_a_holder_that_has_no_more_than_the_worker_is_no_source() -> None:
-    assert cost.price_load(pair(own=90), FOOTPRINT, NO_NOTICE) is None
+    assert cost.price_load(pair(own=90), NO_NOTICE) is None
 
 
 @pytest.mark.parametrize("pair_ns", [0.0, 20.0, 500.0])
@@ -161,8 +152,6 @@ def test_a_linear_prefill_splits_in_the_harmonic_way() -> None:
 
 def test_a_worker_that_never_reported_or_went_silent_is_priced_as_busy() -> None:
     shot = snapshot([Worker(0), Worker(1, wait_ns=None)])
-    waits = cost.wait_ns(shot, Costs())
-    assert waits[0] == 0
-    assert waits[1] == Costs().unknown_wait_ns
-    later = cost.wait_ns(shot._replace(now_ns=shot.now_ns + 11 * S), Costs())
-    assert later[0] == Costs().unknown_wait_ns
+    assert decide(request(), shot, Params()).wait.tolist() == [0.0, Costs().unknown_wait_ns]
+    later = decide(request(), shot._replace(now_ns=shot.now_ns + 11 * S), Params())
+    assert later.wait[0] == Costs().unknown_wait_ns

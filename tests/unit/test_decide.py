@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from kvpool.errors import UnavailableError
@@ -177,13 +176,12 @@ def test_no_eligible_worker_is_an_error_that_says_what_to_do() -> None:
         decide(request(), shot, PARAMS)
 
 
-@pytest.mark.parametrize("few", [0, 24])
-def test_a_worker_that_may_not_be_taken_is_not_even_when_it_learned_that_prefill_costs_nothing(few: int) -> None:
+def test_a_worker_that_may_not_be_taken_is_not_even_when_it_learned_that_prefill_costs_nothing() -> None:
     fleet = Fleet(LinkEstimators())
     fleet.put(WorkerView(key(0), Role.MIXED, MemberState.ALIVE), PrefillCurve(0.0, 0.0, 0.0))
     shot = snapshot([Worker(0), Worker(1, wait_ns=50 * MS)])._replace(arrival_scale=1e-9)
     shot.columns.curves[:, 0] = fleet.columns.curves[:, 0]
-    assert decide(request(exclude=frozenset({key(0)})), shot, PARAMS, few=few).worker == key(1)
+    assert decide(request(exclude=frozenset({key(0)})), shot, PARAMS).worker == key(1)
 
 
 def test_a_silent_worker_is_taken_only_when_nothing_known_is_better() -> None:
@@ -231,12 +229,12 @@ def test_only_pairs_that_might_win_are_priced() -> None:
     made = decide(request(), snapshot(workers), Params(priced_pairs=0))
     assert made.worker == key(49)
     assert made.holders == 50
-    assert made.loads == ()
+    assert made.loads == []
     beside = decide(
         request(), snapshot([Worker(0), Worker(1, blocks=5, wait_ns=S)], links=LinkCurve(1.0 * S, 1.0)), PARAMS
     )
     assert beside.plan.kind is PlanKind.REDO
-    assert beside.loads == ()
+    assert beside.loads == []
     assert beside.load_floor_ns is not None
     assert beside.load_floor_ns > beside.price_ns  # what loading would have cost at the very least
     shown = decide(request(), snapshot(workers), Params(priced_pairs=4))
@@ -264,7 +262,7 @@ def test_harm_prefers_a_load_that_costs_a_little_more_time_and_much_less_prefill
 def test_what_is_new_goes_where_nothing_must_leave_for_it() -> None:
     shot = snapshot([Worker(0), Worker(1, wait_ns=0.01 * S), Worker(2, state=MemberState.SUSPECT)])
     shot.columns.empty_blocks[:] = (0.0, 100.0, 0.0)
-    shot = shot._replace(pressure=np.array([1.0, 1.0, 1.0]))
+    shot.columns.pressure[:] = 1.0
     assert decide(request(), shot, PARAMS_WITHOUT_HARM).worker == key(0)
     assert decide(request(), shot, Params(harm=Harm(keep=0.5))).worker == key(1)
 
@@ -273,14 +271,16 @@ def test_what_is_new_goes_where_the_cache_turns_over_slowly() -> None:
     shot = snapshot([Worker(0), Worker(1, wait_ns=0.01 * S)])
     shot.columns.empty_blocks[:] = 0.0
     keep = Params(harm=Harm(keep=0.5))
-    assert decide(request(), shot._replace(pressure=np.array([1.0, 1.0])), keep).worker == key(0)
-    assert decide(request(), shot._replace(pressure=np.array([1.5, 0.5])), keep).worker == key(1)
+    shot.columns.pressure[:] = 1.0
+    assert decide(request(), shot, keep).worker == key(0)
+    shot.columns.pressure[:] = (1.5, 0.5)
+    assert decide(request(), shot, keep).worker == key(1)
 
 
 def test_what_a_worker_holds_already_makes_nothing_leave() -> None:
     shot = snapshot([Worker(0, blocks=99, wait_ns=0.2 * S), Worker(1, wait_ns=0.01 * S)], links=LinkCurve(1e12, 1e6))
     shot.columns.empty_blocks[:] = (0.0, 50.0)
-    shot = shot._replace(pressure=np.array([16.0, 1.0]))
+    shot.columns.pressure[:] = (16.0, 1.0)
     assert decide(request(), shot, Params(harm=Harm(keep=1.0))).worker == key(0)
 
 

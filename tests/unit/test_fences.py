@@ -18,6 +18,7 @@ ALLOWED = {
     "torch": ("workers/engine/", "workers/bridge.py", "kvpool/bench/"),
     "transformers": ("workers/engine/", "workers/bridge.py", "kvpool/bench/"),
     "vllm": ("workers/engine/",),
+    "numba": ("router/compiled.py",),
     "ray": ("router/actor.py", "router/gateway.py", "workers/actor.py", "kvpool/cluster/", "kvpool/bench/"),
 }
 """Where each fenced library may be imported."""
@@ -76,7 +77,7 @@ PURE = (
     "router/decoding.py",
     "workers/limits.py",
     "router/scores.py",
-    "router/bounds.py",
+    "router/kernel.py",
     "router/planning.py",
     "router/learned.py",
     "router/record.py",

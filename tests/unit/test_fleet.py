@@ -26,27 +26,27 @@ def fleet(*idle_s: float) -> Fleet:
 
 
 def test_the_cache_that_turns_over_faster_has_the_higher_pressure() -> None:
-    assert fleet(60.0, 240.0).pressure().tolist() == pytest.approx([1.6, 0.4])
+    assert fleet(60.0, 240.0).settle().pressure.tolist() == pytest.approx([1.6, 0.4])
 
 
 def test_caches_with_room_feel_no_pressure_and_the_rest_is_bounded() -> None:
     few = fleet(60.0, 0.0)
-    assert few.pressure().tolist() == pytest.approx([2.0, 0.0])
+    assert few.settle().pressure.tolist() == pytest.approx([2.0, 0.0])
     many = fleet(1.0, *([0.0] * 63))
-    assert many.pressure()[0] == MAX_PRESSURE
+    assert many.settle().pressure[0] == MAX_PRESSURE
 
 
 def test_pressure_follows_reports_and_members() -> None:
     made = fleet(60.0, 60.0)
-    assert made.pressure().tolist() == [1.0, 1.0]
+    assert made.settle().pressure.tolist() == [1.0, 1.0]
     made.set_load(key(0), WorkerLoad(total_blocks=100, idle_ns=20 * S), now_ns=S)
-    assert made.pressure().tolist() == pytest.approx([1.5, 0.5])
+    assert made.settle().pressure.tolist() == pytest.approx([1.5, 0.5])
     made.remove(key(1))
-    assert made.pressure().tolist() == [1.0]
+    assert made.settle().pressure.tolist() == [1.0]
 
 
 def test_nobody_knows_how_full_a_worker_is_that_does_not_say() -> None:
     made = fleet(60.0)
     made.set_load(key(0), WorkerLoad(), now_ns=S)
     assert made.columns.empty_blocks.tolist() == [math.inf]
-    assert made.pressure().tolist() == [1.0]
+    assert made.settle().pressure.tolist() == [1.0]

@@ -1,0 +1,86 @@
+"""`router.kernel` as machine code. The only place that knows numba, and nobody who does not decide loads it.
+
+The first process on a machine compiles (seconds), later ones load what it kept beside the source, or in the user's
+cache directory (a fraction of a second). Whoever serves requests calls `kernels` before the first; signatures are
+stated, so no call compiles later. Processes may compile at the same time: each writes a file of its own and renames it.
+Where nothing can be kept, or what was kept cannot be read, every process compiles for itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+from router import kernel
+
+log = logging.getLogger(__name__)
+
+INLINED = (
+    kernel.prefill_ns,
+    kernel.cost_of_load,
+    kernel.cost_of_whole_load,
+    kernel.cost_of_split,
+    kernel.split_tokens,
+    kernel.least_ns,
+    kernel.terms_of,
+    kernel.held_of,
+    kernel._free_blocks,
+    kernel._load_to,
+    kernel._score_waits,
+    kernel._bound_holders,
+    kernel._best_link,
+    kernel._next_holder,
+    kernel._before,
+    kernel._turn,
+    kernel._pair_of,
+)
+"""What the loops call."""
+
+_NOT_KEPT = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ImportError,
+    TypeError,
+    pickle.PickleError,
+)
+"""What reading or writing the cache may raise, damaged files included; if it was the function itself, the second
+attempt says so."""
+
+_TABLE, _LIST = "float64[:,::1]", "float64[::1]"
+_REDO = f"({_TABLE}, {_TABLE}, {_TABLE}, {_LIST})"
+_LOAD = f"({_TABLE}, {_TABLE}, {_TABLE}, {_LIST}, {_TABLE}, int64, float64, float64)"
+
+
+class Kernels(NamedTuple):
+    """See the functions of these names in `router.kernel`."""
+
+    score_redo: Callable[..., Any]
+    best_load: Callable[..., Any]
+
+
+@cache
+def kernels() -> Kernels:
+    """The compiled loops. Slow only the first time in a process."""
+    from numba.extending import register_jitable
+
+    for scalar in INLINED:
+        register_jitable(scalar)
+    return Kernels(compile_loop(kernel.score_redo, _REDO), compile_loop(kernel.best_load, _LOAD))
+
+
+def compile_loop(function: Callable[..., Any], signature: str) -> Callable[..., Any]:
+    """A function as machine code for these arguments, from what an earlier process kept where possible."""
+    from numba import njit
+
+    try:
+        return njit(signature, cache=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+    except _NOT_KEPT as error:
+        log.warning("compiling %s without a cache: %s: %s", function.__name__, type(error).__name__, error)
+        return njit(signature, error_model="numpy")(function)  # type: ignore[no-any-return]

@@ -1,0 +1,67 @@
+"""How the arithmetic becomes machine code, and that nothing depends on where it can be kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from router import compiled, kernel
+
+SIGNATURE = "float64(float64)"
+
+
+def twice_from(path: Path) -> Callable[[float], float]:
+    """A function of a module of its own."""
+    path.write_text("def twice(value):\n    return 2.0 * value\n")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function: Callable[[float], float] = module.twice
+    return function
+
+
+def test_no_call_compiles_later() -> None:
+    for function in compiled.kernels():
+        assert len(function.signatures) == 1
+        with pytest.raises(TypeError, match="No matching definition"):
+            function(*["text"] * len(function.signatures[0]))
+        assert len(function.signatures) == 1
+
+
+def test_every_function_of_the_kernel_is_compiled_or_inlined() -> None:
+    functions = {f for _, f in inspect.getmembers(kernel, inspect.isfunction) if f.__module__ == kernel.__name__}
+    assert functions == {*compiled.INLINED, kernel.score_redo, kernel.best_load}
+
+
+def test_what_cannot_be_kept_is_compiled_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    space: dict[str, Callable[[float], float]] = {}
+    exec("def twice(value):\n    return 2.0 * value\n", space)  # a function without a file has nowhere to be kept
+    assert compiled.compile_loop(space["twice"], SIGNATURE)(4.0) == 8.0
+    assert "without a cache" in caplog.text
+
+
+def test_what_was_kept_and_is_damaged_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numba
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
+    assert compiled.compile_loop(twice_from(tmp_path / "twice.py"), SIGNATURE)(4.0) == 8.0
+    kept = [path for path in (tmp_path / "kept").rglob("*") if path.is_file()]
+    assert {path.suffix for path in kept} == {".nbi", ".nbc"}
+    for spoilt in (b"", b"\x80\x05garbage", None):
+        for path in kept:
+            path.write_bytes(path.read_bytes()[:40] if spoilt is None else spoilt)
+        assert compiled.compile_loop(twice_from(tmp_path / "twice.py"), SIGNATURE)(4.0) == 8.0
+
+
+@pytest.mark.parametrize("module", ["kvpool.cli.main", "kvpool.client", "router.core", "workers.core"])
+def test_who_does_not_decide_does_not_load_the_compiler(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('numba' in sys.modules or 'llvmlite' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
