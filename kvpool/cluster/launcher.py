@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvpool.cluster.connection import (
     ClusterConnection,
@@ -72,6 +74,7 @@ class _Launched:
     nodes: list[ExtraNode] = field(default_factory=list)
     routers: dict[str, Any] = field(default_factory=dict)
     workers: dict[WorkerId, Any] | None = None
+    placed: Iterator[int] = field(default_factory=itertools.count)
 
 
 class Cluster:
@@ -267,7 +270,7 @@ class Cluster:
         )
         # Ray's decorator adds `options` at run time; its types do not say so.
         options = WorkerActor.options(  # type: ignore[attr-defined]
-            name=str(worker_id), namespace=namespace_of(self.name), scheduling_strategy="SPREAD"
+            name=str(worker_id), namespace=namespace_of(self.name), **_placement(next(self._launched.placed))
         )
         return options.remote(spec)
 
@@ -283,10 +286,9 @@ class Cluster:
             workers=self.worker_ids,
             routers=names,
         )
-        strategy = "SPREAD" if len(names) > 1 else "DEFAULT"  # a node that dies should not take all of them
-        for name in names:
+        for number, name in enumerate(names):
             options = RouterActor.options(  # type: ignore[attr-defined]
-                name=name, namespace=namespace_of(self.name), scheduling_strategy=strategy
+                name=name, namespace=namespace_of(self.name), **_placement(number)
             )
             self._launched.routers[name] = options.remote(self.config.router, info, str(self.cluster_dir), name)
         known = {name: actor.ready.remote(len(ready)) for name, actor in self._launched.routers.items()}
@@ -338,6 +340,17 @@ def _start_ray(address: str | None, cluster_dir: Path) -> bool:
     except Exception as error:  # Ray says in a bare Exception that a busy machine was too slow for it
         raise UnavailableError(f"the embedded Ray cluster did not start: {error}") from error
     return True
+
+
+def _placement(number: int) -> dict[str, Any]:
+    """Options that put the ``number``-th actor of its kind on every node in turn, this one first.
+
+    Ray places actors that reserve nothing by chance whatever is asked for, at times all of them on one node, so they
+    reserve a byte. An actor that dies is started again on its node, where its files are; when that is dead, elsewhere.
+    """
+    own = ray.get_runtime_context().get_node_id()
+    alive = sorted((node["NodeID"] for node in ray.nodes() if node["Alive"]), key=lambda name: (name != own, name))
+    return {"memory": 1, "scheduling_strategy": NodeAffinitySchedulingStrategy(alive[number % len(alive)], soft=True)}
 
 
 def _wait_ready(workers: dict[WorkerId, Any]) -> list[WorkerReady]:

@@ -1,16 +1,19 @@
-"""Ending a cluster: every step runs, whatever becomes of the others, and only in the process that owns it."""
+"""Where a cluster's actors go, and its end: every step runs, whatever becomes of the others, and only in the process
+that owns it."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from kvpool.cluster.guardian import spawn_guardian
-from kvpool.cluster.launcher import Cluster, _Launched
+from kvpool.cluster.launcher import Cluster, _Launched, _placement
 from kvpool.config import ClusterConfig
 
 
@@ -61,3 +64,15 @@ def test_a_guardian_that_cannot_start_leaves_no_directory(
     with pytest.raises(OSError, match="no process left"):
         Cluster.start(config)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_actors_of_a_kind_go_to_every_living_node_in_turn_this_one_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, first, second, dead = (letter * 56 for letter in "fabd")
+    nodes = [{"NodeID": name, "Alive": name != dead} for name in (second, dead, own, first)]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: own))
+    placements = [_placement(number) for number in range(4)]
+    assert [item["scheduling_strategy"].node_id for item in placements] == [own, first, second, own]
+    for item in placements:
+        assert item["scheduling_strategy"].soft, "when its node is dead, an actor is started again elsewhere"
+        assert item["memory"] > 0, "Ray places what reserves nothing by chance"
