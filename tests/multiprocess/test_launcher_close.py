@@ -67,7 +67,7 @@ def test_a_guardian_that_cannot_start_leaves_no_directory(
 
 
 def test_actors_of_a_kind_go_to_every_living_node_in_turn_this_one_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, first, second, dead = (letter * 56 for letter in "fabd")
+    own, first, second, dead = (letter * 56 for letter in "eabd")
     nodes = [{"NodeID": name, "Alive": name != dead} for name in (second, dead, own, first)]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: own))
