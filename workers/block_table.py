@@ -96,6 +96,14 @@ class BlockTable:
                 raise InvariantViolation(f"block {index} gets a second page")
             self._pages[index] = (block_id, PageState.BLANK)
 
+    def detach(self, indices: Sequence[int]) -> list[BlockId]:
+        """Take the pages of blocks that a load may still write away from them; returns them in chain order for the
+        caller to release."""
+        for index in indices:
+            if self.state(index) not in (PageState.FLYING, PageState.ARRIVED):
+                raise InvariantViolation(f"block {index} is detached, and no load writes its page")
+        return [self._pages.pop(index)[0] for index in sorted(indices)]
+
     def adopt(self, index: int, block_id: BlockId) -> BlockId | None:
         """Use a sealed page of the pool for block ``index``; returns the page it replaces, None if it had none."""
         replaced = self.page(index)

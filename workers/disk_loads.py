@@ -148,7 +148,7 @@ class DiskLoader:
             KVPoolError: a part could not be started; then none was.
         """
         own = [part for part in plan.loads if part.holder == self._key]
-        indices = {index for part in own for index in range(part.start, part.stop)}
+        indices = {index for index in pages if any(part.start <= index < part.stop for part in own)}
         here = {index: (chain[index], offset) for index, offset in sorted(pages.items()) if index in indices}
         there = {index: offset for index, offset in pages.items() if index not in indices}
         remote = None

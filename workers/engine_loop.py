@@ -312,6 +312,9 @@ class EngineLoop:
                 self._put_away(active)  # first: whoever has the last chunk may use the id again
                 self._leaving.append(active)
             self._deliver(active, chunk)
+        with parts.lock:
+            for active, _ in finished:
+                parts.scheduler.rescue(active.sequence)
         for work in works:
             parts.bridge.seal(work.sequence)
         for active, _ in finished:

@@ -244,7 +244,10 @@ class Puller:
             room = max(0, self._segment.available_blocks - self._reserve())
             count = min(wanted - len(held), room)
             after = held[-1] if held else None
-            pages = self._segment.allocate(count, after, order.tenant).block_ids if count > 0 else ()
+            try:
+                pages = self._segment.allocate(count, after, order.tenant).block_ids if count > 0 else ()
+            except CapacityError:  # a peer pinned what could be had the moment before
+                pages = ()
             self._segment.begin_flight(pages)
             self._in_use += 1
             return _Pull(held, dict(enumerate(pages, len(held))))

@@ -111,6 +111,16 @@ class Scheduler:
         self._views_full = False
         return sequence.leave_view()
 
+    def rescue(self, sequence: Sequence) -> None:
+        """The sequence ends: what its view holds of blocks whose pages a load may still write gets other pages, as far
+        as there is room, so that it can be sealed."""
+        table = sequence.table
+        held = sequence.computed_tokens // table.block_tokens
+        room = max(0, self._blocks.available_blocks - len(self._running))
+        late = [index for index in sorted((*table.arrived(), *table.flying())) if index < held][:room]
+        self._blocks.release(table.detach(late))
+        self._assign(sequence, late)
+
     def defer(self, sequence: Sequence) -> bool:
         """The engine has no memory for this sequence's view: it waits, with its pages, until another one ends.
 
@@ -269,9 +279,7 @@ class Scheduler:
         next_block = -(-start // size)
         barrier = table.next_in(start // size + 1, blocks, READABLE)  # that at ``start`` is computed now
         flying = self._next_flying(sequence, next_block)
-        own, missing = self._book.of(sequence), table.flying()
-        if own is not None and missing and missing[-1] < next_block:
-            self._book.give_up(own)  # both ends met: what it still brings lies behind
+        self._give_up_before(sequence, next_block)
         if flying < blocks and flying * size == start:
             ruling = self._rule(sequence, flying, beat.now_ns, idle=idle)
             if ruling.verdict is Verdict.WAIT:
@@ -284,7 +292,14 @@ class Scheduler:
             stop = min(stop, barrier * size)
         if stop < len(sequence.tokens) and stop // size * size > start:
             stop = stop // size * size  # whole blocks, so that what arrives can be filled in at every boundary
+        self._give_up_before(sequence, stop // size)
         return stop - start
+
+    def _give_up_before(self, sequence: Sequence, block: int) -> None:
+        """Both ends of a load met when all that it still brings is computed by now, or in this step."""
+        own, missing = self._book.of(sequence), sequence.table.flying()
+        if own is not None and missing and missing[-1] < block:
+            self._book.give_up(own)
 
     def _bringer(self, sequence: Sequence, block: int) -> Flight | None:
         """The load that brings a block the sequence cannot read yet: its own, or another request's."""
@@ -332,8 +347,9 @@ class Scheduler:
         """Take the pages that the plan's loads will write, leaving one for every running sequence. What another
         request's load brings already is not ordered again."""
         table = sequence.table
-        parts = [range(part.start, min(part.stop, sequence.full_blocks)) for part in sequence.plan.loads]
-        lacking = [index for part in parts for index in part if table.page(index) is None]
+        parts = [range(max(0, part.start), min(part.stop, sequence.full_blocks)) for part in sequence.plan.loads]
+        named = sorted({index for part in parts for index in part})  # a router that is wrong may name a block twice
+        lacking = [index for index in named if table.page(index) is None]
         wanted = [index for index in lacking if self._book.coming(table.chain[index]) is None]
         sequence.load_due = bool(lacking)
         if not wanted or len(wanted) + len(self._running) > self._blocks.available_blocks:

@@ -130,6 +130,7 @@ class Segment:
     def available_blocks(self) -> int:
         """Free and evictable blocks now; peers may pin some the moment after."""
         with self._lock:
+            self._expire()  # whoever waits for room only asks: nothing else may happen here before it is given
             return self._pool.available_blocks
 
     def allocate(self, count: int, after: BlockId | None = None, tenant: str = "") -> Allocation:

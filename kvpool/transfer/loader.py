@@ -269,7 +269,7 @@ class Loader:
         if beyond:
             raise RequestError(f"pages name block {beyond[0]} of a chain of {len(chain)}", field="pages")
         wants = {index: BlockWant(chain[index], offset) for index, offset in pages.items()}
-        machine = LoadMachine(wants, slices_of(plan.loads), self.clock_ns() + plan.load_deadline_ns)
+        machine = LoadMachine(wants, slices_of(plan.loads, len(chain)), self.clock_ns() + plan.load_deadline_ns)
         load = Load(self, request_id, machine, plan, wants)
         load._take(Begin())
         return load
@@ -306,11 +306,12 @@ def blames_holder(error: KVPoolError | None) -> bool:
     return isinstance(error, PeerGoneError | StallError | IntegrityError) and not error.details.get("slow", False)
 
 
-def slices_of(loads: Sequence[LoadSlice]) -> tuple[Slice, ...]:
-    """The machine's view of a plan's slices. Alternates speak the slice's transport."""
+def slices_of(loads: Sequence[LoadSlice], blocks: int) -> tuple[Slice, ...]:
+    """The machine's view of a plan's slices, as far as they name one of ``blocks`` blocks. Alternates speak the slice's
+    transport."""
     return tuple(
         Slice(
-            tuple(range(item.start, item.stop)),
+            tuple(range(max(0, item.start), min(item.stop, blocks))),
             (
                 Source(item.holder, item.data_address, item.transport, item.stop, item.tier),
                 *(Source(ref.holder, ref.data_address, item.transport, ref.stop, ref.tier) for ref in item.alternates),

@@ -23,6 +23,7 @@ from kvpool.config import EngineConfig, SchedulerConfig, StoreConfig, WorkerConf
 from kvpool.errors import CapacityError, DeadlineError, RequestError, UnavailableError
 from kvpool.hashing import Namespace
 from kvpool.plan import HolderRef, LoadSlice, Plan, PlanKind
+from kvpool.reports import PrefillSample
 from kvpool.request import FinishReason, GenerateRequest, TokenLogprobs
 from kvpool.store.selection import Selection
 from kvpool.transfer.loader import Loader
@@ -154,10 +155,13 @@ class Fleet:
             return Plan(PlanKind.REDO)
         start = rng.choice([0, rng.randrange(blocks)])
         cuts = sorted({start, blocks, *(rng.randrange(start, blocks + 1) for _ in range(rng.choice([0, 1, 1, 3])))})
-        others = [number for number in range(len(self.cores)) if number != reader]
+        others = [number for number in range(len(self.cores)) if number != reader or rng.random() < 0.1]
         return Plan(
             rng.choice([PlanKind.LOAD, PlanKind.SPLIT]),
-            tuple(self.part(lo, hi, others) for lo, hi in itertools.pairwise(cuts)),
+            tuple(
+                self.part(lo, hi + rng.choice([0, 0, 0, 2]), others)
+                for lo, hi in rng.sample(list(itertools.pairwise(cuts)), len(cuts) - 1)
+            ),
             load_deadline_ns=rng.choice([20_000_000, 300_000_000]),
             stall_ns=40_000_000,
             predicted_ttft_ns=rng.choice([1_000_000, 50_000_000]),
@@ -395,6 +399,23 @@ def test_a_holder_that_closes_in_mid_load_costs_time_and_no_token(fleet: Fleet) 
     assert sink.stats is not None
     assert sink.stats.tokens_redone > 0
     assert sink.stats.load_failures
+
+
+@pytest.mark.parametrize("kind", [PlanKind.LOAD, PlanKind.SPLIT])
+@pytest.mark.parametrize(("prompt_tokens", "max_tokens"), [(64, 1), (66, 1), (64, 40), (66, 40)])
+def test_what_was_computed_past_a_load_that_does_not_come_is_kept(
+    fleet: Fleet, kind: PlanKind, prompt_tokens: int, max_tokens: int
+) -> None:
+    document, reader = warm_document(fleet), fleet.cores[1]
+    reader.observe_prefills([PrefillSample(8, 0, 2_000_000), PrefillSample(64, 0, 10_000_000)])
+    fleet.links[1].shape(WorkerId("w0"), LinkShape(stalled=True))
+    plan = load_from_first(fleet, 16)._replace(kind=kind, predicted_load_ns=1_000_000)
+    request, sink = make_request("kept", [*document, 1, 2][:prompt_tokens], max_tokens, ignore_eos=True), Collector()
+    reader.submit(request, plan, "d", sink)
+    assert sink.result() == reference(request)
+    assert reader.wait_idle(10 * SECOND_NS)
+    assert len(reader.held_hashes()) == (prompt_tokens + max_tokens - 1) // BLOCK_TOKENS
+    reader.check()
 
 
 def test_a_load_that_cannot_even_start_is_redone(fleet: Fleet) -> None:

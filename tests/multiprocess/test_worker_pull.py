@@ -88,6 +88,29 @@ def test_a_pull_leaves_room_for_requests_and_takes_what_fits(pool: Pool) -> None
     assert pool.run(second, request).tokens == pool.kind.plain(request)
 
 
+def test_a_pull_whose_room_a_peer_pins_at_that_moment_takes_nothing_and_leaves_nothing(pool: Pool) -> None:
+    first, second = pool.add(), pool.add(num_blocks=8)
+    prompt, other = pool.prompt(24), pool.prompt(24)
+    pool.run(first, make_request("warm", prompt, 1))
+    pool.run(second, make_request("here", prompt[:8], 1))
+    pool.run(second, make_request("other", other, 1))
+    chain = chain_of(first, prompt)
+    reader = WorkerKey(WorkerId("reader"), WorkerEpoch(1))
+    leases: list[int] = []
+    reserve = second._puller._reserve
+
+    def pinning() -> int:  # between the question for room and the answer
+        leases.append(second.segment.pin(reader, chain_of(second, other))[0])
+        return reserve()
+
+    second._puller._reserve = pinning
+    result = second.pull(PullOrder("", chain, (source(pool, 0, len(chain)),), 5 * SECOND_NS))
+    assert (result.held_before, result.held, result.failures) == (2, 2, (CapacityError.code,))
+    second.segment.unpin(leases.pop())
+    second._puller._reserve = reserve
+    assert second.pull(PullOrder("", chain, (source(pool, 0, len(chain)),), 5 * SECOND_NS)).held == 6
+
+
 def test_a_closed_worker_refuses_to_pull(pool: Pool) -> None:
     core = pool.add()
     core.close()

@@ -95,8 +95,9 @@ class Harness:
             return Plan(PlanKind.REDO)
         start = self.rng.randrange(blocks)
         piece = LoadSlice(start, self.rng.randrange(start + 1, blocks + 1), PEER, "memory", b"", Tier.HOST)
+        pieces = (piece, piece._replace(stop=blocks + 2)) if self.rng.random() < 0.2 else (piece,)  # a wrong router
         kind = PlanKind.SPLIT if start else PlanKind.LOAD
-        return Plan(kind, (piece,), load_deadline_ns=self.rng.randrange(1, 60), stall_ns=10)
+        return Plan(kind, pieces, load_deadline_ns=self.rng.randrange(1, 60), stall_ns=10)
 
     def start(self, order: LoadOrder) -> None:
         coming = list(order.pages)
@@ -187,6 +188,8 @@ class Harness:
                 sequence.append(result.token)
                 self.outputs[sequence.request_id].append(result.token)
         for work in batch:
+            if work.sequence.generated_tokens >= work.sequence.request.sampling.max_tokens:
+                self.scheduler.rescue(work.sequence)
             self.bridge.seal(work.sequence)
             if work.sequence.generated_tokens >= work.sequence.request.sampling.max_tokens:
                 self.end(work.sequence.request_id, "length")
@@ -201,16 +204,15 @@ class Harness:
             assert table.chain == list(block_hashes(sequence.tokens, namespace(block_tokens=BLOCK_TOKENS)))
 
     def finish(self) -> None:
-        """Let every load end and every request finish; nothing may hang."""
+        """Let every load end and every request finish; nothing may hang. Leases of readers that died run out."""
         for _ in range(4000):
             self.now_ns += 1
             for number in list(self.loads):
                 self.land(number)
-            for lease in self.leases:
-                self.segment.unpin(lease)
-            self.leases.clear()
             self.step()
             if not self.live and not self.loads:
+                self.now_ns += self.segment.config.lease_ns
+                assert self.segment.available_blocks == self.segment.total_blocks
                 return
         pytest.fail(f"requests hang: {sorted(self.live)}")
 

@@ -85,6 +85,17 @@ def test_a_lease_that_is_never_released_runs_out() -> None:
     bench.segment.check()
 
 
+def test_room_that_a_lease_which_ran_out_gives_back_is_seen_by_who_only_asks() -> None:
+    bench = Bench(lease_ns=100)
+    chain = bench.store("a", "b", "c", "d")
+    bench.segment.pin(READER, chain)
+    bench.now_ns = 99
+    assert bench.segment.available_blocks == 0
+    bench.now_ns = 100
+    assert bench.segment.available_blocks == 4
+    bench.segment.check()
+
+
 def test_a_renewed_lease_begins_again_and_one_that_ran_out_stays_over() -> None:
     bench = Bench(lease_ns=100)
     chain = bench.store("a", "b", "c", "d")

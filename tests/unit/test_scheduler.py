@@ -340,6 +340,61 @@ def test_a_split_that_loads_everything_tail_first_stops_where_both_ends_meet() -
     assert sequence.table.sealed_blocks == 8
 
 
+@pytest.mark.parametrize("prompt_tokens", [16, 18])
+def test_a_load_that_the_last_chunk_overtakes_is_given_up(prompt_tokens: int) -> None:
+    bench = Bench()
+    bench.gate.observe(SIZE, SIZE)
+    plan = load_plan(0, 4)._replace(predicted_load_ns=10**6)
+    bench.submit("slow", range(prompt_tokens), plan)
+    given_up: list[int] = []
+    while not bench.scheduler.running or not bench.scheduler.running[0].decoding:
+        step = bench.plan()
+        given_up += step.cancelled_flights
+        bench.run(step)
+    assert given_up == [bench.orders["slow"].flight], "nothing that it still brings is needed"
+
+
+def test_what_a_sequence_computed_into_pages_of_a_load_is_rescued_when_it_ends() -> None:
+    bench = Bench(blocks=20)
+    bench.gate.observe(SIZE, SIZE)
+    sequence = bench.submit("slow", range(16), load_plan(0, 4)._replace(predicted_load_ns=10**6), max_tokens=1)
+    bench.scheduler.progress(bench.orders["slow"].flight, {0})
+    while not sequence.generated_tokens:
+        bench.beat()
+    assert sequence.table.sealable(4) == [], "the load may still write them"
+    bench.scheduler.rescue(sequence)
+    assert sequence.table.sealable(4) == [0, 1, 2, 3]
+    assert bench.pool.counts().in_flight == 4
+    bench.scheduler.remove(sequence)
+    bench.scheduler.land(bench.orders["slow"].flight)
+    bench.scheduler.check()
+    assert bench.pool.available_blocks == 20
+
+
+def test_a_rescue_takes_what_room_there_is_and_preempts_nobody() -> None:
+    bench = Bench(blocks=7)
+    bench.gate.observe(SIZE, SIZE)
+    sequence = bench.submit("slow", range(16), load_plan(0, 4)._replace(predicted_load_ns=10**6), max_tokens=1)
+    while not sequence.generated_tokens:
+        bench.beat()
+    bench.scheduler.rescue(sequence)
+    assert sequence.table.sealable(4) == [0, 1], "three are free and one may be wanted by who runs"
+    assert bench.scheduler.preemptions == 0
+
+
+def test_a_plan_that_names_blocks_twice_or_beyond_the_prompt_loads_each_once() -> None:
+    bench = Bench()
+    whole = load_plan(0, 4).loads[0]
+    plan = load_plan(0, 4)._replace(
+        loads=(whole._replace(start=2, stop=2**40), whole, whole, whole._replace(start=-3, stop=1))
+    )
+    bench.submit("odd", range(18), plan)
+    assert sorted(bench.orders["odd"].pages) == [0, 1, 2, 3]
+    bench.scheduler.progress(bench.orders["odd"].flight, {0, 1, 2, 3})
+    bench.scheduler.land(bench.orders["odd"].flight)
+    assert bench.beat() == [("odd", 4, 16, 2)]
+
+
 def test_requests_past_their_deadline_leave_running_or_waiting() -> None:
     bench = Bench(max_running=1)
     runs = bench.submit("runs", range(4))

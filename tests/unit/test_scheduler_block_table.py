@@ -70,6 +70,17 @@ def test_an_adopted_page_replaces_the_one_before() -> None:
     assert (made.pages(), made.sealed_blocks) == ([], 0)
 
 
+def test_only_pages_that_a_load_may_write_are_detached() -> None:
+    made = table(12, 7, 8, 9)
+    made.move(0, PageState.FLYING)
+    made.move(1, PageState.FLYING)
+    made.move(1, PageState.ARRIVED)
+    assert made.detach([1, 0]) == [7, 8]
+    assert (made.missing(3), made.flying(), made.arrived()) == ([0, 1], [], [])
+    with pytest.raises(InvariantViolation, match="no load"):
+        made.detach([2])
+
+
 def test_impossible_moves_are_our_bug() -> None:
     made = table(8, 1, 2)
     with pytest.raises(InvariantViolation, match="cannot go from blank to filled"):
