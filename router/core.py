@@ -297,7 +297,8 @@ class RouterCore:
         self._least_capacity = min((blocks for blocks in self._capacity.values() if blocks), default=0)
         self._tiers[key] = next((tier for tier in Tier if info.capacity_blocks[tier]), Tier.HOST)
         self._learned.member(info)
-        self._fleet.put(view, self._learned.prefills.curve(key.worker_id))
+        prefills = self._learned.prefills
+        self._fleet.put(view, prefills.curve(key.worker_id), own=prefills.samples(key.worker_id) > 0)
         self._fleet.set_totals(key, self._ledger.totals(key))
         self._keys = tuple(view.key for view in self._fleet.workers)
 
@@ -313,20 +314,17 @@ class RouterCore:
         self._sequences[key] = report.sequence
         now_ns = self._clock_ns()
         self._expire(now_ns)
-        for prefill in report.prefills:
-            self._learned.prefill(
-                key.worker_id,
-                prefill.new_tokens,
-                prefill.context_tokens,
-                prefill.elapsed_ns,
-                report.load.running_requests,
-            )
+        running, prefills = report.load.running_requests, self._learned.prefills
+        for done in report.prefills:
+            self._learned.prefill(key.worker_id, done.new_tokens, done.context_tokens, done.elapsed_ns, running)
+        if report.prefills:
+            self._fleet.lend(prefills.shared)
         self._learned.together.fade(key, now_ns)
         for load in report.loads:
             self._learn_load(key, load, now_ns)
         for outcome in report.outcomes:
             self.outcome(outcome)
-        curve = self._learned.prefills.curve(key.worker_id).beside(report.load.running_requests)
+        curve = prefills.curve(key.worker_id).beside(running)
         work_ns = cost.queue_ns(report.load, curve)
         served = report.load.served_request_ids
         for request in served:
@@ -337,7 +335,7 @@ class RouterCore:
         self._fleet.set_load(key, report.load, now_ns)
         if report.load.fill_mib_ns:
             self._fills[key] = report.load.fill_mib_ns / (1 << 20)
-        self._fleet.set_curve(key, curve)
+        self._fleet.set_curve(key, curve, own=prefills.samples(key.worker_id) > 0)
         self._fleet.set_totals(key, self._ledger.totals(key))
         if report.counters:
             counters = dict(report.counters)
@@ -430,7 +428,8 @@ class RouterCore:
         self._learned = made
         self._fleet.use_links(made.links)
         for view in self._fleet.workers:
-            self._fleet.set_curve(view.key, made.prefills.curve(view.key.worker_id))
+            name = view.key.worker_id
+            self._fleet.set_curve(view.key, made.prefills.curve(name), own=made.prefills.samples(name) > 0)
         return True
 
     # ---- private

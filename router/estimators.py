@@ -131,6 +131,11 @@ class PrefillEstimators:
         """The worker's curve, the shared one before its first sample, the prior before any."""
         return self._curves.get(worker, self._shared)
 
+    @property
+    def shared(self) -> PrefillCurve:
+        """The curve of all workers, which those without samples borrow."""
+        return self._shared
+
     def samples(self, worker: WorkerId) -> int:
         """Passes learned from this worker."""
         fit = self._fits.get(worker)

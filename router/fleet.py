@@ -43,6 +43,8 @@ class Fleet:
         self._fastest: PrefillCurve | None = None
         self._pressure_known = False
         self._decoders: tuple[int, ...] = ()
+        self._borrowers: set[WorkerKey] = set()
+        self._borrowing: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -52,13 +54,14 @@ class Fleet:
         position = self.index.get(key)
         return None if position is None else self.workers[position]
 
-    def put(self, view: WorkerView, curve: PrefillCurve) -> None:
-        """Add a member or replace its facts; its load survives when the new view has none."""
+    def put(self, view: WorkerView, curve: PrefillCurve, *, own: bool = True) -> None:
+        """Add a member or replace its facts; its load survives when the new view has none, and the curve is only that
+        of a new one."""
         position = self.index.get(view.key)
         if position is None:
             self._rebuild(list(range(len(self.workers))), (view,))
             self._classify(len(self.workers) - 1)
-            self.set_curve(view.key, curve)
+            self.set_curve(view.key, curve, own=own)
             return
         if view.load is None:
             view = replace(view, load=self.workers[position].load)
@@ -70,6 +73,7 @@ class Fleet:
         position = self.index.get(key)
         if position is None:
             return False
+        self._borrowers.discard(key)
         self._rebuild([i for i in range(len(self.workers)) if i != position], ())
         return True
 
@@ -116,13 +120,24 @@ class Fleet:
         exponent = (now_ns - self._arrivals_since_ns) / ARRIVAL_MEMORY_NS
         return math.exp(-min(exponent, 2 * _MAX_EXPONENT)) / ARRIVAL_MEMORY_NS
 
-    def set_curve(self, key: WorkerKey, curve: PrefillCurve) -> None:
-        """What was learned of a member's prefill, beside what decodes there now (`PrefillCurve.beside`)."""
-        position = self.index[key]
-        self.columns.t0_ns[position] = curve.t0_ns
-        self.columns.token_ns[position] = curve.token_ns
-        self.columns.pair_ns[position] = curve.pair_ns
-        self._fastest = None
+    def set_curve(self, key: WorkerKey, curve: PrefillCurve, *, own: bool = True) -> None:
+        """What was learned of a member's prefill, beside what decodes there now (`PrefillCurve.beside`).
+
+        Args:
+            own: from its own prefills; else it is the curve of all, and `lend` keeps it up to date.
+        """
+        if own is (key in self._borrowers):
+            self._borrowers.symmetric_difference_update((key,))
+            self._borrowing = None
+        self._write_curve(self.index[key], curve)
+
+    def lend(self, curve: PrefillCurve) -> None:
+        """The curve of all members is another now. Those that have not prefilled yet must not keep an older one: a
+        worker that looks slow gets no work, and would never show that it is not."""
+        if self._borrowing is None:
+            self._borrowing = [self.index[key] for key in self._borrowers]
+        if self._borrowing:
+            self._write_curve(self._borrowing, curve)
 
     def fastest(self) -> PrefillCurve:
         """A curve no member's is below."""
@@ -182,6 +197,12 @@ class Fleet:
         """A curve no link of the tier is better than."""
         return self._links.best(tier)
 
+    def _write_curve(self, where: int | list[int], curve: PrefillCurve) -> None:
+        self.columns.t0_ns[where] = curve.t0_ns
+        self.columns.token_ns[where] = curve.token_ns
+        self.columns.pair_ns[where] = curve.pair_ns
+        self._fastest = None
+
     def _build_row(self, holder: WorkerId, tier: Tier, now_ns: int) -> Floats:
         common, known = self._links.curves_from(holder, tier, now_ns)
         row = np.empty((2, len(self.workers)))
@@ -207,6 +228,7 @@ class Fleet:
         order = sorted(range(len(keys)), key=lambda i: (keys[i].worker_id, keys[i].worker_epoch))
         self.columns.rank[order] = np.arange(len(order))
         self._rows.clear()
+        self._borrowing = None
         self._fastest = None
         self._pressure_known = False
         self._find_decoders()

@@ -10,11 +10,13 @@ import pytest
 
 from kvpool.types import Tier, WorkerEpoch, WorkerId, WorkerKey
 from router.decide import Decision
+from router.estimators import LinkCurve
 from router.policies import make_policy
 from router.signals import Features, RequestView, Snapshot
 from router.simulation.cache import NodeCache
 from router.simulation.cluster import Cluster, Faults
 from router.simulation.lagging_index import LaggingIndex
+from router.simulation.oracle import TrueLinks
 from router.simulation.presets import Preset, get_preset
 from router.simulation.report import SimReport
 from router.simulation.simulate import simulate
@@ -170,8 +172,13 @@ def test_a_hit_in_the_host_costs_its_way_to_the_device_and_no_more() -> None:
 # ---- several holders at once
 
 
+BANDWIDTH = 30e9
+"""Above B*."""
+
+
 class Scripted:
-    """Our policy, but with the node of each request given; the first two compute all of their prompts."""
+    """Our policy, but with the node of each request given; the first two compute all of their prompts, and the links
+    are known from the start."""
 
     name = "scripted"
 
@@ -184,6 +191,7 @@ class Scripted:
         others = frozenset(view.key for i, view in enumerate(snapshot.workers) if i != node)
         if len(self.pieces) < 2:
             snapshot = snapshot._replace(features=Features(load=False))
+        snapshot = snapshot._replace(links=TrueLinks(LinkCurve(1e6, 1e9 / BANDWIDTH), len(snapshot.workers)))
         decision = make_policy("kvpool").choose(request._replace(exclude=others), snapshot, rng)
         self.pieces.append(len({piece.holder for piece in decision.plan.loads}))
         return decision
@@ -192,12 +200,12 @@ class Scripted:
 def loads_of_the_third_node(
     stripes: int, *, split: bool = False, faults: Faults | None = None
 ) -> tuple[Cluster, Scripted]:
-    """Two nodes compute a long prompt, a third one loads it; B is above B*, so that it is a load."""
+    """Two nodes compute a long prompt, a third one loads it."""
     chain = tuple(range(100, 200))
     policy = Scripted([0, 1, 2, 2])
     cluster = Cluster(
-        one_after_the_other(chain, chain, chain, chain), get_preset("llama-70b"), nodes=3, bandwidth_bytes_per_s=30e9,
-        policy=policy, features=Features(load=True, split=split, stripes=stripes), faults=faults,
+        one_after_the_other(chain, chain, chain, chain), get_preset("llama-70b"), nodes=3, policy=policy,
+        bandwidth_bytes_per_s=BANDWIDTH, features=Features(load=True, split=split, stripes=stripes), faults=faults,
     )  # fmt: skip
     return cluster, policy
 

@@ -50,3 +50,20 @@ def test_nobody_knows_how_full_a_worker_is_that_does_not_say() -> None:
     made.set_load(key(0), WorkerLoad(), now_ns=S)
     assert made.columns.empty_blocks.tolist() == [math.inf]
     assert made.settle().pressure.tolist() == [1.0]
+
+
+def test_what_all_have_learned_is_lent_to_members_without_a_curve_of_their_own() -> None:
+    made = fleet(1.0, 1.0, 1.0)
+    made.set_curve(key(1), CURVE, own=False)
+    made.put(WorkerView(key(3), Role.MIXED, MemberState.ALIVE, "memory", b"", "", None), CURVE, own=False)
+    made.lend(PrefillCurve(2e6, 2e5, 2.0))
+    assert made.columns.token_ns.tolist() == [1e5, 2e5, 1e5, 2e5]
+    assert made.fastest().token_ns == 1e5
+    made.remove(key(0))  # the others move up
+    made.set_curve(key(3), PrefillCurve(3e6, 3e5, 3.0))
+    made.lend(PrefillCurve(4e6, 4e5, 4.0))
+    assert made.columns.token_ns.tolist() == [4e5, 1e5, 3e5]
+    assert made.columns.t0_ns.tolist() == [4e6, 1e6, 3e6]
+    made.remove(key(1))
+    made.lend(PrefillCurve(5e6, 5e5, 5.0))
+    assert made.columns.token_ns.tolist() == [1e5, 3e5]

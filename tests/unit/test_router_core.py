@@ -286,6 +286,30 @@ def test_records_and_status_and_learned_state_are_json() -> None:
     assert not fresh.restore({"version": 0})
 
 
+def test_a_worker_that_never_prefilled_is_thought_as_fast_as_the_others_have_become() -> None:
+    core, _, clock = make_core(workers=3)
+    prior = core.snapshot((), clock()).columns.token_ns.tolist()
+    fast = tuple(PrefillSample(tokens, 0, tokens * 1000) for tokens in (512, 2048, 8192))
+    core.on_report(report(0, 1, prefills=fast))
+    learned = core.snapshot((), clock()).columns.token_ns.tolist()
+    assert learned[1] == learned[2] < 0.1 * prior[1]
+    core.on_report(report(2, 1, prefills=(PrefillSample(2048, 0, 2048 * 5000),)))
+    assert core.snapshot((), clock()).columns.token_ns[2] > learned[2]  # its own curve now
+    core.on_report(report(0, 2, prefills=fast))
+    again = core.snapshot((), clock()).columns.token_ns.tolist()
+    assert again[2] == pytest.approx(5000, rel=0.3)
+    assert again[1] < again[2]
+
+
+def test_an_idle_worker_gets_requests_though_all_others_were_found_fast_before_it_had_any() -> None:
+    core, directory, _ = make_core(workers=2)
+    directory.held[key(0)] = {Tier.DEVICE: 10}  # a part of every prompt
+    fast = tuple(PrefillSample(tokens, 0, tokens * 1000) for tokens in (512, 2048, 8192))
+    core.on_report(report(0, 1, prefills=fast))
+    first, second = core.route(meta("a")), core.route(meta("b"))
+    assert (first.worker, second.worker) == (key(0), key(1))
+
+
 def test_a_retry_replaces_the_promise_and_keeps_both_decisions() -> None:
     core, _, _ = make_core(workers=2)
     first = core.route(meta("r"))
