@@ -402,7 +402,7 @@ class Scheduler:
             needed += len(self._running)
         behind = self._waiting[self._waiting.index(sequence) + 1 :]
         held = sum(len(other.table.pages()) for other in behind)
-        if self._blocks.available_blocks + held >= needed:
+        if self._coming_blocks() + held >= needed:
             self._reclaim(reversed(behind), needed)
         return self._blocks.available_blocks >= needed and self._assign(sequence, missing)
 
@@ -424,11 +424,15 @@ class Scheduler:
         return True
 
     def _reclaim(self, waiting: Iterable[Sequence], needed: int) -> None:
-        """Waiting requests give their pages back until ``needed`` are available; in-flight ones return later."""
+        """Waiting requests give their pages back until ``needed`` are available, or will be: those in flight return
+        later, and nobody else has to give any meanwhile."""
         for other in waiting:
-            if self._blocks.available_blocks >= needed:
+            if self._coming_blocks() >= needed:
                 return
             self._let_go(other)
+
+    def _coming_blocks(self) -> int:
+        return self._blocks.available_blocks + self._book.returning_blocks()
 
     def _assign(self, sequence: Sequence, missing: Seq[int]) -> bool:
         if not missing:

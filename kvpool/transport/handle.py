@@ -16,6 +16,9 @@ from kvpool.errors import IntegrityError, InvariantViolation, KVPoolError, Reque
 from kvpool.transport.base import BlockStatus, ReadProgress, ReadRequest, ReadState
 from kvpool.types import WorkerKey
 
+MAX_BUDGET_NS = (1 << 63) - 1
+"""More does not fit into a message."""
+
 Callback = Callable[[ReadProgress], None]
 
 
@@ -198,8 +201,8 @@ class SegmentShape:
         Raises:
             RequestError: names the block and the way out.
         """
-        if request.deadline_ns <= 0 or request.stall_ns <= 0:
-            raise RequestError("deadline_ns and stall_ns of a read must be positive", field="deadline_ns")
+        if not (0 < request.deadline_ns <= MAX_BUDGET_NS and 0 < request.stall_ns <= MAX_BUDGET_NS):
+            raise RequestError("deadline_ns and stall_ns of a read must be in [1, 2**63)", field="deadline_ns")
         previous_end = 0
         for want in sorted(request.blocks, key=lambda item: item.dest_offset):
             if want.dest_offset < 0 or want.dest_offset + self.block_bytes > self.segment_bytes:

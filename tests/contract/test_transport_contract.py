@@ -145,8 +145,9 @@ def test_destinations_outside_the_segment_or_overlapping_are_refused_at_once(end
         reader.transport.read(request(holder.peer, [1], BLOCK, slots=[BLOCKS]))
     with pytest.raises(RequestError, match="overlap"):
         reader.transport.read(request(holder.peer, [1, 2], BLOCK, slots=[3, 3]))
-    with pytest.raises(RequestError, match="positive"):
-        reader.transport.read(request(holder.peer, [1], BLOCK, deadline_ns=0))
+    for budget in ({"deadline_ns": 0}, {"stall_ns": -1}, {"deadline_ns": 2**63}, {"stall_ns": 2**80}):
+        with pytest.raises(RequestError, match="must be in"):
+            reader.transport.read(request(holder.peer, [1], BLOCK, **budget))
 
 
 def test_cancel_ends_the_read_and_nothing_lands_after_it(ends: tuple[End, End]) -> None:

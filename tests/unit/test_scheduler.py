@@ -265,6 +265,24 @@ def test_two_half_loaded_requests_cannot_wait_for_each_others_pages() -> None:
     assert bench.beat() == [("second", 0, 0, 34)]
 
 
+def test_no_more_requests_give_their_pages_back_than_it_takes() -> None:
+    bench = Bench(blocks=40, max_running=1)
+    runs = bench.submit("runs", range(20), max_tokens=60)
+    bench.beat()
+    for number in (1, 2, 3):
+        bench.submit(f"w{number}", range(100 * number, 100 * number + 40), load_plan(0, 10))
+    step = bench.plan()
+    while not step.cancelled_flights:
+        bench.run(step)
+        step = bench.plan()
+    assert step.cancelled_flights == (bench.orders["w3"].flight,), "its pages are enough, though still in flight"
+    assert bench.plan().work == ()
+    bench.scheduler.land(bench.orders["w3"].flight)
+    while runs.generated_tokens < 60:
+        assert bench.beat() == [("runs", 0, len(runs.tokens) - 2, 1)]
+    assert bench.scheduler.waiting[0].table.flying() == list(range(10))
+
+
 def test_a_load_that_finds_no_room_at_arrival_starts_when_there_is() -> None:
     bench = Bench(blocks=8)
     running = bench.submit("running", range(24))
