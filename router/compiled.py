@@ -32,6 +32,7 @@ INLINED = (
     kernel._score_waits,
     kernel._bound_holders,
     kernel._best_link,
+    kernel._backlog,
     kernel._next_holder,
     kernel._before,
     kernel._turn,

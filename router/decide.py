@@ -14,15 +14,14 @@ are tried, at most `MAX_HOLDERS`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvpool.plan import Plan, PlanKind
 from kvpool.types import RequestId, WorkerKey
 from router import cost
 from router.compiled import kernels
-from router.cost import Price
-from router.kernel import REDO, WAIT, Floats, LoadCost, SplitCost
+from router.cost import Pair, Price
+from router.kernel import OWN, REDO, WAIT, Floats, LoadCost, SplitCost, least_ns
 from router.planning import Params, Promise, build_plan, build_promise, build_striped_plan
 from router.scores import Case, open_case
 from router.signals import Holding, RequestView, Snapshot
@@ -48,13 +47,12 @@ Tried = tuple[Holding, int, LoadCost, SplitCost]
 
 
 class Decision(NamedTuple):
-    """The verdict. Columns are in the order of the snapshot's workers; nobody writes them any more.
+    """The verdict.
 
     Attributes:
         position: index of the chosen worker.
         price_ns: expected time to the first token.
-        owners: blocks of the prompt each worker holds, by position, without zeros.
-        wait, redo: wait for each GPU, and prefill of what the worker lacks.
+        kept: rows in the order of the snapshot's workers, which nobody writes any more: `wait`, `redo`, `own`.
         tried: of each holder that was tried, the best worker with its load and its split.
         priced: further plans with loads that were priced.
         own_blocks: what the chosen worker itself has of the prompt.
@@ -68,9 +66,7 @@ class Decision(NamedTuple):
     position: int
     plan: Plan
     price_ns: int
-    owners: Mapping[int, int]
-    wait: Floats
-    redo: Floats
+    kept: Floats
     tried: tuple[Tried, ...]
     priced: tuple[LoadPrice, ...]
     promise: Promise
@@ -78,6 +74,24 @@ class Decision(NamedTuple):
     holders: int = 0
     load_floor_ns: float | None = None
     together: tuple[float, float] | None = None
+
+    @property
+    def wait(self) -> Floats:
+        """Wait for each GPU."""
+        row: Floats = self.kept[WAIT]
+        return row
+
+    @property
+    def redo(self) -> Floats:
+        """Prefill of what each worker lacks."""
+        row: Floats = self.kept[REDO]
+        return row
+
+    @property
+    def own(self) -> Floats:
+        """Blocks of the prompt each worker has."""
+        row: Floats = self.kept[OWN]
+        return row
 
     @property
     def loads(self) -> list[LoadPrice]:
@@ -107,7 +121,7 @@ class _Choice(NamedTuple):
     def price(self, case: Case) -> Price:
         """What it costs."""
         if self.source is None:
-            return cost.price_redo(case.wait_ns(self.position), self.gpu_ns, case.owners.get(self.position, 0))
+            return cost.price_redo(case.wait_ns(self.position), self.gpu_ns, case.own_blocks(self.position))
         return Price(self.kind, *self.cost)
 
 
@@ -124,11 +138,12 @@ def decide(request: RequestView, snapshot: Snapshot, params: Params) -> Decision
     if params.loads and case.held and snapshot.features.load:
         choice, floor = _best_load(case, choice, tried)
         if snapshot.features.stripes > 1 and len(case.held) > 1:
-            choice, stripes = _best_stripes(case, choice, priced)
+            choice, stripes, left = _best_stripes(case, choice, priced)
+            floor = min((item for item in (floor, left) if item is not None), default=None)
         if params.priced_pairs:
             _price_more(case, tried, priced)
     position = choice.position
-    own, price = case.owners.get(position, 0), choice.price(case)
+    own, price = case.own_blocks(position), choice.price(case)
     if stripes is None:
         plan = build_plan(snapshot, params, case.held, price, choice.source, position, own)
         promise = build_promise(request, snapshot, plan, price, position, own, choice.byte_ns)
@@ -142,9 +157,7 @@ def decide(request: RequestView, snapshot: Snapshot, params: Params) -> Decision
         position,
         plan,
         round(price.ttft_ns),
-        case.owners,
-        case.kept[WAIT],
-        case.kept[REDO],
+        case.kept,
         tuple(tried),
         tuple(priced),
         promise,
@@ -206,13 +219,13 @@ def _price_more(case: Case, tried: list[Tried], priced: list[LoadPrice]) -> None
         priced += [item for _, item in found[:missing]]
 
 
-def _best_stripes(case: Case, choice: _Choice, priced: list[LoadPrice]) -> tuple[_Choice, Stripes | None]:
+def _best_stripes(case: Case, choice: _Choice, priced: list[LoadPrice]) -> tuple[_Choice, Stripes | None, float | None]:
     """The better of a choice and loading from several holders, on the worker that is best without that and on the one
-    that is free first; appends what was priced."""
+    that is free first; appends what was priced, and returns the least score of what was not."""
     snapshot, params = case.snapshot, case.params
-    columns, best = snapshot.columns, None
+    columns, best, floor = snapshot.columns, None, None
     for position in dict.fromkeys((choice.position, int(case.kept[WAIT].argmin()))):
-        own = case.owners.get(position, 0)
+        own = case.own_blocks(position)
         longest = max((item.blocks for item in case.held if item.position != position), default=0)
         sources = [
             item
@@ -221,10 +234,16 @@ def _best_stripes(case: Case, choice: _Choice, priced: list[LoadPrice]) -> tuple
         ]
         if len(sources) < 2:
             continue
+        pair = case.pair(position, sources[0])
+        enough = choice.score - MIN_GAIN * choice.price(case).ttft_ns
+        bound = _stripes_floor(case, position, sources, pair)
+        if bound >= enough:
+            floor = bound if floor is None else min(floor, bound)
+            continue
         ways = [_way(case, position, item) for item in sources]
         key = snapshot.workers[position].key
         found = best_stripes(
-            case.pair(position, sources[0]),
+            pair,
             ways,
             snapshot.footprint,
             params.costs,
@@ -237,13 +256,26 @@ def _best_stripes(case: Case, choice: _Choice, priced: list[LoadPrice]) -> tuple
         price, first = found.price, found.ways[0]
         priced.append(LoadPrice(position, first.holding, price))
         score = case.score_ns(position, price.ttft_ns, price.gpu_ns)
-        if score < choice.score - MIN_GAIN * choice.price(case).ttft_ns:
+        if score < enough:
             requests, turn = columns.requests.item(position), case.turn(position)
             choice = _Choice(
                 score, price.gpu_ns, requests, turn, position, first.holding, price.kind, _cost(price), found.byte_ns
             )
             best = found
-    return choice, best
+    return choice, best, floor
+
+
+def _stripes_floor(case: Case, position: int, sources: list[Holding], pair: Pair) -> float:
+    """No plan over several of these holders scores less on a worker: as if all that may take part had the best link."""
+    snapshot, columns = case.snapshot, case.snapshot.columns
+    links = [snapshot.links.best(tier) for tier in {item.tier for item in sources}]
+    start_ns = max(0.0, columns.in_free_ns.item(position) - snapshot.now_ns) + min(link.alpha_ns for link in links)
+    block_ns = snapshot.footprint.block_bytes * min(link.byte_ns for link in links) / snapshot.features.stripes
+    together = pair._replace(start_ns=start_ns, block_ns=block_ns)
+    rest_ns = columns.curve(position).time_ns(
+        pair.total_tokens - pair.held_blocks * pair.block_tokens, pair.held_blocks * pair.block_tokens
+    )
+    return case.score_ns(position, least_ns(together, snapshot.features.split), rest_ns)
 
 
 def _way(case: Case, position: int, source: Holding) -> Way:

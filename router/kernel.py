@@ -33,17 +33,15 @@ CLOSED, HOLDER, RANK, REPORTED, GPU_FREE, IN_FREE, OUT_FREE, REQUESTS = range(8)
 QUEUED, EMPTY, ARRIVALS, PRESSURE, T0, TOKEN, PAIR = range(8, 15)
 TABLE_ROWS = 15
 
-# Rows of what a decision works with; see `score_redo`.
-OWN, READ, READ_REDO, FILL, CROWD, KEEP = range(6)
-WORK_ROWS = 6
-
-# Rows of what a decision keeps.
-WAIT, REDO = range(2)
-KEPT_ROWS = 2
+# Rows of what a decision works with, and of what its record keeps; see `score_redo`.
+READ, READ_REDO, FILL, CROWD, KEEP = range(5)
+WORK_ROWS = 5
+WAIT, REDO, OWN = range(3)
+KEPT_ROWS = 3
 
 # Columns of a holder in the sheet; see `score_redo`.
-HELD_COLUMNS = 5
-POSITION, BLOCKS, TIER, BACKLOG, BOUND = range(5)
+POSITION, BLOCKS, TIER, BOUND = range(4)
+HELD_COLUMNS = 4
 DEVICE, HOST, DISK = 0.0, 1.0, 2.0
 
 
@@ -262,21 +260,23 @@ def score_redo(
 
     Args:
         table: the workers, by column; rows as named above.
-        work: rows of the same width. Read: the blocks each worker has; what lies on its own disk takes ``READ`` to be
-            read and ``READ_REDO`` to be computed; it waits ``FILL`` longer in any case. Written: what each ns of
-            prefill costs others there (``CROWD``), and what must leave its cache (``KEEP``).
-        kept: written: W and P(n−o | o).
-        sheet: `Terms`; then for every holder its position, blocks, tier, and room for its backlog and its bound, which
-            are written. Longest first, disks included, which nobody else may read but which make a worker's own
-            prefix longer.
+        work: rows of the same width. Read: what lies on a worker's own disk takes ``READ`` to be read and ``READ_REDO``
+            to be computed; it waits ``FILL`` longer in any case. Written: what each ns of prefill costs others there
+            (``CROWD``), and what must leave its cache (``KEEP``).
+        kept: written: W, P(n−o | o) and o, in blocks.
+        sheet: `Terms`; then for every holder its position, blocks, tier, and room for its bound, which is written.
+            Longest first, disks included, which nobody else may read but which make a worker's own prefix longer.
 
     Returns:
         The least score; its prefill time, its worker's requests and turn, which decide between equals; that worker;
         the holder to try first, or -1, and its bound.
     """
-    terms, held = terms_of(sheet), held_of(sheet)
+    terms, held, size = terms_of(sheet), held_of(sheet), table.shape[1]
+    for i in range(size):
+        kept[OWN, i] = 0.0
+    for j in range(held.shape[0]):
+        kept[OWN, int(held[j, POSITION])] = max(kept[OWN, int(held[j, POSITION])], held[j, BLOCKS])
     least_wait = _score_waits(table, work, kept, terms)
-    size = table.shape[1]
     best, best_gpu, best_requests, best_turn, position = math.inf, math.inf, math.inf, 0, 0
     for i in range(size):
         wait, gpu = kept[WAIT, i], kept[REDO, i]
@@ -314,12 +314,12 @@ def _score_waits(table: Floats, work: Floats, kept: Floats, terms: Terms) -> flo
     total = terms.total_tokens
     for i in range(size):
         t0, token, pair, wait = table[T0, i], table[TOKEN, i], table[PAIR, i], kept[WAIT, i]
-        cached = work[OWN, i] * terms.block_tokens
+        cached = kept[OWN, i] * terms.block_tokens
         kept[REDO, i] = (pair * (0.5 * total) + token) * total + t0 - cached * (token + 0.5 * cached * pair)
         arrivals = table[ARRIVALS, i]
         crowd = arrivals * wait * terms.follow if wait < math.inf else 0.0
         work[CROWD, i] = crowd + common + arrivals * linger
-        leaving = terms.chain_blocks - table[EMPTY, i] - work[OWN, i]
+        leaving = terms.chain_blocks - table[EMPTY, i] - kept[OWN, i]
         work[KEEP, i] = leaving * table[PRESSURE, i] * terms.keep_ns if leaving > 0.0 else 0.0
     return least
 
@@ -334,9 +334,8 @@ def _bound_holders(table: Floats, held: Floats, terms: Terms, least_wait: float)
         position, blocks = int(held[j, POSITION]), int(held[j, BLOCKS])
         if j + 1 < count and int(held[j + 1, BLOCKS]) < blocks:
             shorter = int(held[j + 1, BLOCKS])
-        held[j, BACKLOG] = max(0.0, table[OUT_FREE, position] - terms.now_ns)
         alpha, byte = _best_link(held[j, TIER], terms)
-        start = held[j, BACKLOG] + alpha + terms.fixed_bytes * byte
+        start = _backlog(table, position, terms) + alpha + terms.fixed_bytes * byte
         pair = Pair(
             least_wait, 0.0, shorter, blocks, total, block_tokens, start, terms.block_bytes * byte, 0.0,
             terms.t0_ns, terms.token_ns, terms.pair_ns,
@@ -352,15 +351,21 @@ def _best_link(tier: float, terms: Terms) -> tuple[float, float]:
     return terms.host_alpha_ns, terms.host_byte_ns
 
 
+def _backlog(table: Floats, position: int, terms: Terms) -> float:
+    """For how long a worker's way out is promised."""
+    free_ns: float = table[OUT_FREE, position]
+    return max(0.0, free_ns - terms.now_ns)
+
+
 def _next_holder(table: Floats, held: Floats) -> tuple[int, float]:
     """The holder of least bound, then of least backlog, then the first in key order; -1 when none is left."""
     at, bound, backlog, rank = -1, math.inf, math.inf, math.inf
     for j in range(held.shape[0]):
         if held[j, BOUND] > bound or held[j, BOUND] == math.inf:
             continue
-        other = table[RANK, int(held[j, POSITION])]
-        if _before(held[j, BOUND], held[j, BACKLOG], other, bound, backlog, rank):
-            at, bound, backlog, rank = j, held[j, BOUND], held[j, BACKLOG], other
+        busy, other = table[OUT_FREE, int(held[j, POSITION])], table[RANK, int(held[j, POSITION])]
+        if _before(held[j, BOUND], busy, other, bound, backlog, rank):
+            at, bound, backlog, rank = j, held[j, BOUND], busy, other
     return at, bound
 
 
@@ -398,13 +403,13 @@ def best_load(
     """
     terms, held = terms_of(sheet), held_of(sheet)
     total, split = int(terms.total_tokens), terms.split > 0.0
-    blocks, out_ns = int(held[at, BLOCKS]), held[at, BACKLOG]
+    blocks, out_ns = int(held[at, BLOCKS]), _backlog(table, int(held[at, POSITION]), terms)
     alpha, byte = _best_link(held[at, TIER], terms)
     best, best_gpu, best_requests, best_turn, position, splits = math.inf, math.inf, math.inf, 0, -1, False
     others, group = math.inf, math.inf  # the least of other workers; of what any holder as long could give
     for i in range(table.shape[1]):
         wait = kept[WAIT, i]
-        if work[OWN, i] >= blocks or wait == math.inf:
+        if kept[OWN, i] >= blocks or wait == math.inf:
             continue
         ceiling, crowd, keep = min(limit, best) * ROUNDING, work[CROWD, i], work[KEEP, i]
         rest = prefill_ns(table[T0, i], table[TOKEN, i], table[PAIR, i], total, blocks * int(terms.block_tokens))
@@ -431,7 +436,8 @@ def best_load(
         else:
             others = min(others, score)
     for j in range(held.shape[0]):
-        if held[j, BLOCKS] == blocks and held[j, TIER] == held[at, TIER] and held[j, BACKLOG] >= out_ns:
+        alike = held[j, BLOCKS] == blocks and held[j, TIER] == held[at, TIER]
+        if alike and _backlog(table, int(held[j, POSITION]), terms) >= out_ns:
             held[j, BOUND] = max(held[j, BOUND], group)
     held[at, BOUND] = math.inf
     following, bound = _next_holder(table, held)
@@ -460,7 +466,7 @@ def _pair_of(
     """The worker ``i`` and a holder of so many blocks whose way out is promised for ``out_ns``."""
     backlog = max(out_ns, table[IN_FREE, i] - terms.now_ns)
     start_ns, block_ns = backlog + alpha_ns + terms.fixed_bytes * byte_ns, terms.block_bytes * byte_ns
-    total, block_tokens, own = int(terms.total_tokens), int(terms.block_tokens), int(work[OWN, i])
+    total, block_tokens, own = int(terms.total_tokens), int(terms.block_tokens), int(kept[OWN, i])
     wait, redo = kept[WAIT, i], kept[REDO, i]
     t0, token, pair = table[T0, i], table[TOKEN, i], table[PAIR, i]
     return Pair(wait, redo, own, blocks, total, block_tokens, start_ns, block_ns, failure, t0, token, pair)

@@ -21,7 +21,7 @@ from router.signals import RequestView
 
 MAX_RECORD_BYTES = 256 * 1024 * 1024
 _RECORD_OVERHEAD_BYTES = 1024
-_BYTES_PER_WORKER = 2 * 8
+_BYTES_PER_WORKER = 3 * 8
 _BYTES_PER_PRICE = 500
 _CANDIDATES_SHOWN = 12
 
@@ -81,7 +81,7 @@ class DecisionRecord(NamedTuple):
 
     def _candidate(self, worker: WorkerKey, position: int, kind: PlanKind, price: float) -> Candidate:
         decision = self.decision
-        own = decision.owners.get(position, 0)
+        own = int(decision.own[position])
         return Candidate(worker, kind, round(price), round(float(decision.wait[position])), own, None, own)
 
     def runner_up(self) -> Candidate | None:

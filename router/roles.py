@@ -63,11 +63,11 @@ def hand_over(
     columns = snapshot.columns
     position = min(
         able,
-        key=lambda at: (columns.requests.item(at), -decision.owners.get(at, 0), columns.rank.item(at)),
+        key=lambda at: (columns.requests.item(at), -decision.own.item(at), columns.rank.item(at)),
     )
     view = snapshot.workers[position]
     stop = request.prompt_tokens // snapshot.footprint.block_tokens
-    start = min(decision.owners.get(position, 0), stop)
+    start = min(int(decision.own[position]), stop)
     if stop == start:
         return HandOver(view.key, view.control_address, name, Plan(PlanKind.REDO))
     link = snapshot.links.curve(chosen.key.worker_id, view.key.worker_id, Tier.HOST, snapshot.now_ns)

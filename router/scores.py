@@ -19,7 +19,22 @@ from router.compiled import kernels
 from router.cost import Pair, make_pair
 from router.disks import disk_reads
 from router.fills import fill_times
-from router.kernel import CROWD, FILL, KEEP, KEPT_ROWS, OWN, READ, READ_REDO, REDO, WAIT, WORK_ROWS, Floats
+from router.kernel import (
+    CROWD,
+    DEVICE,
+    DISK,
+    FILL,
+    HOST,
+    KEEP,
+    KEPT_ROWS,
+    OWN,
+    READ,
+    READ_REDO,
+    REDO,
+    WAIT,
+    WORK_ROWS,
+    Floats,
+)
 from router.planning import Params
 from router.signals import Holding, RequestView, Snapshot, holdings, readable
 
@@ -33,7 +48,6 @@ class Case:
 
     Attributes:
         held: what others may read of the prompt, by holder.
-        owners: blocks of the prompt each worker holds, by position, without zeros.
         sources: ``held``, and prefixes on disks, longest first, as in ``sheet``.
         work, kept, sheet: see `router.kernel.score_redo`.
         redo: what that returned: the least score; prefill time, requests, turn and position of its worker; the source
@@ -44,7 +58,6 @@ class Case:
     snapshot: Snapshot
     params: Params
     held: list[Holding]
-    owners: dict[int, int]
     sources: list[Holding]
     work: Floats
     kept: Floats
@@ -58,6 +71,10 @@ class Case:
     def redo_ns(self, position: int) -> float:
         """P(n−o | o) of a worker."""
         return self.kept.item(REDO, position)
+
+    def own_blocks(self, position: int) -> int:
+        """What a worker has of the prompt."""
+        return int(self.kept.item(OWN, position))
 
     def score_ns(self, position: int, ttft_ns: float, gpu_ns: float) -> float:
         """Score of a plan on a worker."""
@@ -76,7 +93,7 @@ class Case:
         return make_pair(
             self.wait_ns(position),
             self.redo_ns(position),
-            self.owners.get(position, 0),
+            self.own_blocks(position),
             source.blocks,
             self.request.prompt_tokens,
             snapshot.footprint,
@@ -105,10 +122,6 @@ def open_case(request: RequestView, snapshot: Snapshot, params: Params, *, own_m
     held = holdings(request, snapshot)
     size = len(snapshot.workers)
     work, kept = np.zeros((WORK_ROWS, size)), np.empty((KEPT_ROWS, size))
-    owners: dict[int, int] = {}
-    own = work[OWN]
-    for position, blocks, _ in held:
-        owners[position] = own[position] = blocks
     for key in request.exclude:
         closed = snapshot.positions.get(key)
         if closed is not None:
@@ -129,7 +142,7 @@ def open_case(request: RequestView, snapshot: Snapshot, params: Params, *, own_m
     redo = kernels().score_redo(snapshot.columns.table, work, kept, sheet)
     if redo[0] == math.inf:
         raise nobody(request, snapshot)
-    return Case(request, snapshot, params, held, owners, sources, work, kept, sheet, redo)
+    return Case(request, snapshot, params, held, sources, work, kept, sheet, redo)
 
 
 def nobody(request: RequestView, snapshot: Snapshot) -> UnavailableError:
@@ -179,6 +192,6 @@ def _sheet(request: RequestView, snapshot: Snapshot, params: Params, sources: li
         host.alpha_ns,
         host.byte_ns,
     ]
-    for position, blocks, tier in sources:
-        numbers += (position, blocks, tier, 0.0, 0.0)
+    for position, blocks, tier in sources:  # a member as it is would take ten times as long to convert
+        numbers += (position, blocks, DEVICE if tier is _DEVICE else DISK if tier is _DISK else HOST, 0.0)
     return np.array(numbers, dtype=np.float64)

@@ -243,6 +243,7 @@ def holdings(request: RequestView, snapshot: Snapshot) -> list[Holding]:
     limit = usable_blocks(request, snapshot.footprint.block_tokens)
     found = []
     position_of, fills = snapshot.positions.get, snapshot.fills
+    make = tuple.__new__  # what Holding(…) calls in the end, without a call into Python for each of many holders
     seen: Mapping[Tier, int] | None = None
     blocks, best_tier = 0, _DEVICE
     for key, tiers in snapshot.prefixes.items():
@@ -256,7 +257,8 @@ def holdings(request: RequestView, snapshot: Snapshot) -> list[Holding]:
                 if clipped > blocks or (clipped == blocks and tier < best_tier):
                     blocks, best_tier = clipped, tier
         if blocks > 0:
-            found.append(Holding(position, blocks, _read_from(best_tier, key, snapshot) if fills else best_tier))
+            tier = _read_from(best_tier, key, snapshot) if fills else best_tier
+            found.append(make(Holding, (position, blocks, tier)))
     return found
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from router import cost
 from router.cost import Price
 from router.decide import Decision, LoadPrice
-from router.kernel import REDO, WAIT, Floats
+from router.kernel import OWN, REDO, WAIT, Floats
 from router.planning import Params, build_plan, build_promise
 from router.scores import Case, open_case
 from router.signals import Holding, RequestView, Snapshot, holdings
@@ -73,10 +73,6 @@ def gather(request: RequestView, snapshot: Snapshot, params: Params) -> Facts:
     """
     case = open_case(request, snapshot, params, own_memory=False)
     columns = snapshot.columns
-    held = holdings(request, snapshot)
-    own = np.zeros(len(columns))
-    for holding in held:
-        own[holding.position] = holding.blocks
     wait = case.kept[WAIT]
     order: Sequence[int] = np.argsort(columns.rank).tolist()
     return Facts(
@@ -84,8 +80,8 @@ def gather(request: RequestView, snapshot: Snapshot, params: Params) -> Facts:
         snapshot=snapshot,
         case=case,
         candidates=[i for i in order if wait[i] < np.inf],
-        held=held,
-        own=own,
+        held=holdings(request, snapshot),
+        own=case.kept[OWN],
         wait=wait,
         redo=case.kept[REDO],
     )
@@ -126,9 +122,7 @@ class Rule:
             position=position,
             plan=plan,
             price_ns=round(price.ttft_ns),
-            owners={holding.position: holding.blocks for holding in facts.held},
-            wait=facts.wait,
-            redo=facts.redo,
+            kept=facts.case.kept,
             tried=(),
             priced=() if source is None else (LoadPrice(position, source, price),),
             promise=build_promise(facts.request, snapshot, plan, price, position, own, byte_ns),
