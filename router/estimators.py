@@ -297,7 +297,10 @@ class LinkEstimators:
         if len(self._links) >= self._max_links:
             oldest = min(self._links, key=lambda key: self._links[key].last_ns)
             del self._links[oldest]
-            self._readers[oldest[0], oldest[2]].discard(oldest[1])
+            holder, reader, tier = oldest
+            self._readers[holder, tier].discard(reader)
+            if not self._readers[holder, tier]:
+                del self._readers[holder, tier]
 
     def _add(self, key: LinkKey, link: _Link) -> None:
         holder, reader, tier = key

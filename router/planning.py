@@ -185,15 +185,16 @@ def _alternates(
     snapshot: Snapshot, held: list[Holding], source: Holding, reader: int, start: int
 ) -> tuple[HolderRef, ...]:
     """Other holders of at least the first block to load, longest prefix first, then least busy link, then key."""
-    columns, taken = snapshot.columns, (source.position, reader)
+    columns, taken = snapshot.columns, source.position
+    readable, out_free_ns, rank = columns.holder.item, columns.out_free_ns.item, columns.rank.item
     others = [
-        (-item.blocks, columns.out_free_ns.item(item.position), columns.rank.item(item.position), item)
-        for item in held
-        if item.blocks > start and item.position not in taken and columns.holder.item(item.position)
+        (-blocks, out_free_ns(position), rank(position), position, tier)
+        for position, blocks, tier in held
+        if blocks > start and position not in (taken, reader) and readable(position)
     ]
     others.sort()  # ranks differ
     refs = []
-    for _, _, _, item in others[:MAX_ALTERNATES]:
-        view = snapshot.workers[item.position]
-        refs.append(HolderRef(view.key, view.data_address, item.tier, item.blocks))
+    for blocks, _, _, position, tier in others[:MAX_ALTERNATES]:
+        view = snapshot.workers[position]
+        refs.append(HolderRef(view.key, view.data_address, tier, -blocks))
     return tuple(refs)

@@ -10,7 +10,7 @@ import pytest
 from kvpool.errors import UnavailableError
 from kvpool.plan import PlanKind
 from kvpool.types import MemberState, Role, Tier
-from router.decide import decide
+from router.decide import MAX_HOLDERS, decide
 from router.estimators import LinkCurve, LinkEstimators, PrefillCurve
 from router.fleet import Fleet
 from router.planning import Harm, Params
@@ -240,6 +240,17 @@ def test_only_pairs_that_might_win_are_priced() -> None:
     shown = decide(request(), snapshot(workers), Params(priced_pairs=4))
     assert len(shown.loads) == 4
     assert shown.worker == key(49)
+
+
+def test_of_many_holders_of_a_hot_prefix_a_few_are_tried() -> None:
+    workers = [Worker(0), *(Worker(i, blocks=99, wait_ns=3.0 * S, out_ns=i * 0.01 * MS) for i in range(1, 200))]
+    alike = decide(request(), snapshot(workers), PARAMS)
+    assert alike.plan.loads[0].holder == key(1)
+    assert len(alike.tried) == 1
+    assert len(alike.plan.loads[0].alternates) == 3
+    speeds = {(key(i).worker_id, key(0).worker_id): LinkCurve(1.0 * MS, 0.25 + 1 / i) for i in range(1, 200)}
+    unlike = decide(request(), snapshot(workers, pairs=speeds), PARAMS)
+    assert len(unlike.tried) == MAX_HOLDERS
 
 
 def test_harm_sends_a_long_prefill_where_few_others_follow() -> None:

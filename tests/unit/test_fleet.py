@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvpool.reports import WorkerLoad
-from kvpool.types import MemberState, Role
+from kvpool.types import MemberState, Role, Tier
 from router.estimators import LinkEstimators, PrefillCurve
 from router.fleet import MAX_PRESSURE, Fleet
 from router.signals import WorkerView
@@ -67,3 +67,22 @@ def test_what_all_have_learned_is_lent_to_members_without_a_curve_of_their_own()
     made.remove(key(1))
     made.lend(PrefillCurve(5e6, 5e5, 5.0))
     assert made.columns.token_ns.tolist() == [1e5, 3e5]
+
+
+def test_a_row_says_of_every_link_what_its_curve_says() -> None:
+    links = LinkEstimators(max_links=6)
+    made = Fleet(links)
+    for number, epoch in ((0, 1), (1, 1), (2, 1), (3, 1), (2, 2)):  # the third is there twice for a moment
+        made.put(WorkerView(key(number, epoch), Role.MIXED, MemberState.ALIVE), CURVE)
+    holder = key(0).worker_id
+    for turn, reader in enumerate((1, 2, 3, 1, 2)):  # of tier after tier, so that the oldest links are forgotten
+        tier = Tier(turn % 3)
+        links.observe((holder, key(reader).worker_id, tier), 1_000_000, 2_000_000 * (turn + 1), turn * S)
+        links.observe((key(3).worker_id, holder, tier), 1_000_000, 1_000_000, turn * S)
+        made.links_changed(holder)
+        for now_ns in (turn * S, (turn + 100) * S):  # fresh, and faded
+            for asked in Tier:
+                row = made.row(holder, asked, now_ns)
+                curves = [made.curve(holder, view.key.worker_id, asked, now_ns) for view in made.workers]
+                assert row.tolist() == [[c.alpha_ns for c in curves], [c.byte_ns for c in curves]]
+            made.links_changed(holder)
