@@ -312,9 +312,11 @@ class EngineLoop:
                 self._put_away(active)  # first: whoever has the last chunk may use the id again
                 self._leaving.append(active)
             self._deliver(active, chunk)
+        ending = {active.sequence.request_id for active, _ in finished}
         with parts.lock:
-            for active, _ in finished:
-                parts.scheduler.rescue(active.sequence)
+            for sequence in (work.sequence for work in works):
+                if sequence.request_id in ending or sequence.request.hands_over:
+                    parts.scheduler.rescue(sequence)
         for work in works:
             parts.bridge.seal(work.sequence)
         for active, _ in finished:

@@ -120,7 +120,8 @@ class Flights:
 
     def _account(self, order: LoadOrder, progress: LoadProgress) -> None:
         counters, tally, plan = self._reporter.counters, order.sequence.tally, order.sequence.plan
-        elapsed_ns = max(0, (progress.finished_ns or progress.started_ns) - progress.started_ns)
+        ended_ns = max(progress.started_ns, progress.finished_ns or progress.started_ns)
+        elapsed_ns = ended_ns - progress.started_ns
         failures = [code for code in progress.failures if code != TransferCancelledError.code]
         if len(failures) < len(progress.failures):  # given up by ourselves: a failure only when it was too late
             counters["loads_given_up"] += 1
@@ -131,7 +132,9 @@ class Flights:
         counters["loads"] += 1
         counters["bytes_loaded"] += progress.bytes_arrived
         tally.load_failures += tuple(failures)
-        tally.load_ns = elapsed_ns
+        if tally.load_started_ns is None:
+            tally.load_started_ns = progress.started_ns
+        tally.load_ns = ended_ns - tally.load_started_ns
 
 
 def open_ended(plan: Plan) -> Plan:

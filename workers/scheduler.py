@@ -112,8 +112,8 @@ class Scheduler:
         return sequence.leave_view()
 
     def rescue(self, sequence: Sequence) -> None:
-        """The sequence ends: what its view holds of blocks whose pages a load may still write gets other pages, as far
-        as there is room, so that it can be sealed."""
+        """The sequence ends, or somebody follows what it computes: what its view holds of blocks whose pages a load may
+        still write gets other pages, as far as there is room, so that it can be sealed now."""
         table = sequence.table
         held = sequence.computed_tokens // table.block_tokens
         room = max(0, self._blocks.available_blocks - len(self._running))

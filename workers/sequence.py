@@ -31,6 +31,7 @@ class Tally:
     tokens_loaded: int = 0
     bytes_loaded: int = 0
     load_ns: int = 0
+    load_started_ns: int | None = None
     first_scheduled_ns: int | None = None
     first_token_ns: int | None = None
     preemptions: int = 0

@@ -20,11 +20,11 @@ from random import Random
 import pytest
 
 from kvpool.config import EngineConfig, SchedulerConfig, StoreConfig, WorkerConfig
-from kvpool.errors import CapacityError, DeadlineError, RequestError, UnavailableError
+from kvpool.errors import CapacityError, DeadlineError, KVPoolError, RequestError, UnavailableError
 from kvpool.hashing import Namespace
 from kvpool.plan import HolderRef, LoadSlice, Plan, PlanKind
 from kvpool.reports import PrefillSample
-from kvpool.request import FinishReason, GenerateRequest, TokenLogprobs
+from kvpool.request import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
 from kvpool.store.selection import Selection
 from kvpool.transfer.loader import Loader
 from kvpool.transport.base import Transport
@@ -416,6 +416,25 @@ def test_what_was_computed_past_a_load_that_does_not_come_is_kept(
     assert reader.wait_idle(10 * SECOND_NS)
     assert len(reader.held_hashes()) == (prompt_tokens + max_tokens - 1) // BLOCK_TOKENS
     reader.check()
+
+
+def test_what_is_computed_beside_a_load_is_offered_at_once_to_who_follows(fleet: Fleet) -> None:
+    document, reader = warm_document(fleet), fleet.cores[1]
+    reader.observe_prefills([PrefillSample(8, 0, 2_000_000), PrefillSample(64, 0, 10_000_000)])
+    fleet.links[1].shape(WorkerId("w0"), LinkShape(stalled=True))
+    plan = load_from_first(fleet, 16)._replace(kind=PlanKind.SPLIT, predicted_load_ns=10_000_000)
+    request = replace(make_request("over", document, 1, ignore_eos=True), hands_over=True)
+    done, offered = Collector(), []
+
+    def sink(item: TokenChunk | KVPoolError) -> None:
+        offered.append(len(reader.held_hashes()))
+        done(item)
+
+    reader.submit(request, plan, "d", sink)
+    assert done.result() == reference(request)
+    assert offered[0] > 0, "the front, before the first token"
+    assert reader.wait_idle(10 * SECOND_NS)
+    assert len(reader.held_hashes()) == 16
 
 
 def test_a_load_that_cannot_even_start_is_redone(fleet: Fleet) -> None:

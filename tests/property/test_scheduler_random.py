@@ -188,10 +188,11 @@ class Harness:
                 sequence.append(result.token)
                 self.outputs[sequence.request_id].append(result.token)
         for work in batch:
-            if work.sequence.generated_tokens >= work.sequence.request.sampling.max_tokens:
+            ends = work.sequence.generated_tokens >= work.sequence.request.sampling.max_tokens
+            if ends or self.rng.random() < 0.3:
                 self.scheduler.rescue(work.sequence)
             self.bridge.seal(work.sequence)
-            if work.sequence.generated_tokens >= work.sequence.request.sampling.max_tokens:
+            if ends:
                 self.end(work.sequence.request_id, "length")
 
     def check(self) -> None:

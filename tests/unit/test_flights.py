@@ -1,0 +1,85 @@
+"""What is told of the loads of one request, over a loader that does as the test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvpool.config import SchedulerConfig
+from kvpool.plan import LoadSlice, Plan, PlanKind
+from kvpool.store.pool import BlockPool
+from kvpool.transfer.loader import LoadProgress
+from kvpool.types import BlockHash, RequestId, Tier, WorkerEpoch, WorkerId, WorkerKey
+from tests.worker_support import RecordingPublisher, make_request, namespace
+from workers import ports
+from workers.block_table import BlockTable
+from workers.flights import Flights
+from workers.gate import Gate
+from workers.reporter import Reporter
+from workers.scheduler import Scheduler
+from workers.sequence import Sequence as Request
+
+KEY = WorkerKey(WorkerId("w"), WorkerEpoch(1))
+
+
+@dataclass
+class ScriptedLoad:
+    """A load that moves when the test moves it."""
+
+    state: LoadProgress
+
+    def progress(self) -> LoadProgress:
+        return self.state
+
+    def cancel(self) -> None:
+        """The test ends it."""
+
+    def on_change(self, callback: Callable[[ports.LoadProgress], None]) -> None:
+        """The test looks by itself."""
+
+    def end(self, arrived: frozenset[int], now_ns: int) -> None:
+        self.state = replace(self.state, arrived=arrived, terminal=True, finished_ns=now_ns)
+
+
+class ScriptedLoader:
+    """Starts loads at ``now_ns``."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.loads: list[ScriptedLoad] = []
+
+    def start(
+        self, request_id: RequestId, plan: Plan, chain: Sequence[BlockHash], pages: Mapping[int, int]
+    ) -> ScriptedLoad:
+        self.loads.append(ScriptedLoad(LoadProgress(frozenset(), 0, False, (), 0, self.now_ns, None)))
+        return self.loads[-1]
+
+
+def test_the_load_time_of_a_request_is_from_its_first_load_to_its_last() -> None:
+    pool, loader = BlockPool(40), ScriptedLoader()
+    scheduler = Scheduler(SchedulerConfig(), pool, Gate(4))
+    flights = Flights(scheduler, Reporter(KEY, RecordingPublisher()), loader, 64, lambda: None)
+
+    def submit(name: str, tokens: int) -> Request:
+        part = LoadSlice(0, tokens // 4, KEY, "memory", b"", Tier.HOST)
+        plan = Plan(PlanKind.LOAD, (part,), load_deadline_ns=10**6, stall_ns=10**6)
+        table = BlockTable(namespace(block_tokens=4).root(), 4)
+        request = Request(make_request(name, range(tokens)), plan, "d", table, loader.now_ns, 10**9)
+        order = scheduler.add(request, loader.now_ns)
+        assert order is not None
+        flights.start(order)
+        return request
+
+    front = submit("front", 20)
+    loader.now_ns = 100
+    whole = submit("whole", 40)
+    loader.loads[1].end(frozenset(range(5, 10)), 300)
+    assert flights.follow() == [whole]
+    assert whole.tally.load_ns == 200
+    scheduler.remove(front)  # who was to bring the first five blocks
+    loader.now_ns = 500
+    for order in scheduler.plan_step(loader.now_ns).loads:
+        flights.start(order)
+    loader.loads[2].end(frozenset(range(5)), 600)
+    assert flights.follow() == [whole]
+    assert whole.tally.load_ns == 500, "100 to 600"
