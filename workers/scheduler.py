@@ -17,7 +17,7 @@ Not thread-safe: callers share one lock.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -30,6 +30,9 @@ from workers.gate import Gate, LoadView, Ruling, Verdict
 from workers.load_book import Flight, LoadBook
 from workers.sequence import Phase, Sequence
 from workers.step import Blocks, LoadOrder, Step, Work
+
+MAX_REFUSED = 4
+"""Waiting requests without room for their loads that are looked at in one step; behind them there is hardly more."""
 
 
 @dataclass(slots=True)
@@ -322,12 +325,17 @@ class Scheduler:
         flight = self._bringer(sequence, block)
         if flight is None:
             raise InvariantViolation(f"{sequence.request_id} waits for a block that nothing brings")
-        rest = range(block, sequence.full_blocks)
-        missing_blocks = sum(self._bringer(sequence, index) is flight for index in rest)
-        ruling = self._gate.rule(flight.view, missing_blocks, now_ns, idle=idle)
+        ruling = self._gate.rule(flight.view, self._missing_blocks(sequence, block, flight), now_ns, idle=idle)
         if ruling.verdict is Verdict.GIVE_UP:
             self._book.give_up(flight)
         return ruling
+
+    def _missing_blocks(self, sequence: Sequence, block: int, flight: Flight) -> int:
+        """How many blocks from ``block`` on a load still brings to this sequence."""
+        if flight.sequence is sequence:  # asked for everyone who waits, in every step
+            flying = sequence.table.flying()
+            return len(flying) - bisect_left(flying, block)
+        return sum(self._bringer(sequence, index) is flight for index in range(block, sequence.full_blocks))
 
     def _claimed(self, sequence: Sequence, block: int, beat: _Beat) -> bool:
         """A twin computes this block in this step already."""
@@ -363,7 +371,10 @@ class Scheduler:
     def _late_loads(self, now_ns: int) -> tuple[LoadOrder, ...]:
         """Loads that found no room at arrival, or counted on another request's, oldest first."""
         orders: list[LoadOrder] = []
+        refused = 0
         for sequence in self._waiting:
+            if refused == MAX_REFUSED:
+                break
             if not sequence.load_due or sequence.flight is not None:
                 continue
             run = sequence.table.readable_run(0, sequence.full_blocks)
@@ -373,6 +384,7 @@ class Scheduler:
             order = self._reserve(sequence, now_ns)
             if order is not None:
                 orders.append(order)
+            refused += order is None and sequence.load_due
         return tuple(orders)
 
     # -- pages

@@ -11,11 +11,11 @@ from kvpool.errors import CapacityError
 from kvpool.plan import REDO, LoadSlice, Plan, PlanKind
 from kvpool.request import Limits
 from kvpool.store.pool import BlockPool
-from kvpool.types import Tier, WorkerEpoch, WorkerId, WorkerKey
+from kvpool.types import BlockHash, BlockId, Tier, WorkerEpoch, WorkerId, WorkerKey
 from tests.worker_support import make_request, namespace
 from workers.block_table import BlockTable, PageState
 from workers.gate import Gate
-from workers.scheduler import Scheduler
+from workers.scheduler import MAX_REFUSED, Scheduler
 from workers.sequence import Phase, Sequence
 from workers.step import LoadOrder, Step
 
@@ -263,6 +263,26 @@ def test_two_half_loaded_requests_cannot_wait_for_each_others_pages() -> None:
     assert second.table.pages() == []
     bench.scheduler.remove(first)
     assert bench.beat() == [("second", 0, 0, 34)]
+
+
+def test_a_step_does_not_look_at_everyone_who_finds_no_room_for_a_load() -> None:
+    bench = Bench(blocks=60, max_waiting=256)
+    bench.submit("runs", range(200), max_tokens=20)
+    while not bench.scheduler.running or not bench.scheduler.running[0].decoding:
+        bench.beat()
+    for number in range(1, 101):
+        bench.submit(f"w{number}", range(1000 * number, 1000 * number + 80), load_plan(0, 20))
+    looked: list[BlockHash] = []
+    lookup = bench.pool.lookup
+
+    def counting(block_hash: BlockHash) -> BlockId | None:
+        looked.append(block_hash)
+        return lookup(block_hash)
+
+    bench.pool.lookup = counting
+    assert [work[0] for work in bench.beat()] == ["runs"]
+    assert len(looked) <= (MAX_REFUSED + 2) * 20, "in every step, before the next token of who runs"
+    assert bench.scheduler.waiting[0].load_due
 
 
 def test_no_more_requests_give_their_pages_back_than_it_takes() -> None:
