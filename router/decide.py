@@ -16,6 +16,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from kvpool.plan import Plan, PlanKind
 from kvpool.types import RequestId, WorkerKey
 from router import cost
@@ -222,47 +224,69 @@ def _price_more(case: Case, tried: list[Tried], priced: list[LoadPrice]) -> None
 def _best_stripes(case: Case, choice: _Choice, priced: list[LoadPrice]) -> tuple[_Choice, Stripes | None, float | None]:
     """The better of a choice and loading from several holders, on the worker that is best without that and on the one
     that is free first; appends what was priced, and returns the least score of what was not."""
-    snapshot, params = case.snapshot, case.params
-    columns, best, floor = snapshot.columns, None, None
-    for position in dict.fromkeys((choice.position, int(case.kept[WAIT].argmin()))):
-        own = case.own_blocks(position)
-        longest = max((item.blocks for item in case.held if item.position != position), default=0)
-        sources = [
-            item
-            for item in case.held
-            if item.blocks == longest > own and item.position != position and columns.holder.item(item.position)
-        ]
-        if len(sources) < 2:
-            continue
-        pair = case.pair(position, sources[0])
-        enough = choice.score - MIN_GAIN * choice.price(case).ttft_ns
-        bound = _stripes_floor(case, position, sources, pair)
-        if bound >= enough:
-            floor = bound if floor is None else min(floor, bound)
-            continue
-        ways = [_way(case, position, item) for item in sources]
-        key = snapshot.workers[position].key
-        found = best_stripes(
-            pair,
-            ways,
-            snapshot.footprint,
-            params.costs,
-            split=snapshot.features.split,
-            most=snapshot.features.stripes,
-            together=snapshot.together.get(key, 1.0),
-        )
-        if found is None:
-            continue
-        price, first = found.price, found.ways[0]
-        priced.append(LoadPrice(position, first.holding, price))
-        score = case.score_ns(position, price.ttft_ns, price.gpu_ns)
-        if score < enough:
-            requests, turn = columns.requests.item(position), case.turn(position)
-            choice = _Choice(
-                score, price.gpu_ns, requests, turn, position, first.holding, price.kind, _cost(price), found.byte_ns
-            )
-            best = found
+    columns, best, floor = case.snapshot.columns, None, None
+    for position in dict.fromkeys((choice.position, _first_free(case))):
+        readable = [item for item in case.held if item.position != position and columns.holder.item(item.position)]
+        for blocks in _shared_lengths(readable, case.own_blocks(position), case.snapshot.features.stripes):
+            sources = [item for item in readable if item.blocks >= blocks]
+            pair = case.pair(position, sources[0])._replace(held_blocks=blocks)
+            enough = choice.score - MIN_GAIN * choice.price(case).ttft_ns
+            bound = _stripes_floor(case, position, sources, pair)
+            if bound >= enough:
+                floor = bound if floor is None else min(floor, bound)
+                continue
+            if len(sources) > MAX_HOLDERS:
+                sources = _least_busy(case, sources, choice.source)
+            found = _stripes_on(case, position, sources, pair)
+            if found is None:
+                continue
+            price, first = found.price, found.ways[0].holding
+            priced.append(LoadPrice(position, first, price))
+            score = case.score_ns(position, price.ttft_ns, price.gpu_ns)
+            if score < enough:
+                requests, turn, cost = columns.requests.item(position), case.turn(position), _cost(price)
+                choice = _Choice(score, price.gpu_ns, requests, turn, position, first, price.kind, cost, found.byte_ns)
+                best = found
     return choice, best, floor
+
+
+def _first_free(case: Case) -> int:
+    """The worker whose GPU and way in are free first; the first in the request's order among equals."""
+    columns, now_ns = case.snapshot.columns, case.snapshot.now_ns
+    free = np.maximum(case.kept[WAIT], columns.in_free_ns - now_ns)
+    equal = (free == free.min()).nonzero()[0]
+    if len(equal) > 1:
+        equal = equal[case.turns(equal).argmin() :]
+    return int(equal[0])
+
+
+def _shared_lengths(readable: list[Holding], own: int, most: int) -> list[int]:
+    """The longest lengths that two or more holders have, less than ``most``, each more than ``own``."""
+    longest = sorted((item.blocks for item in readable), reverse=True)[1:]
+    return [blocks for blocks in dict.fromkeys(longest) if blocks > own][: most - 1]
+
+
+def _least_busy(case: Case, sources: list[Holding], best: Holding | None) -> list[Holding]:
+    """The best single source and those whose way out is free first, `MAX_HOLDERS` in all."""
+    columns = case.snapshot.columns
+    positions = np.array([item.position for item in sources])
+    order = np.lexsort((columns.rank[positions], columns.out_free_ns[positions]))[:MAX_HOLDERS]
+    chosen = [sources[at] for at in order.tolist()]
+    return chosen if best is None or best in chosen or best not in sources else [best, *chosen[:-1]]
+
+
+def _stripes_on(case: Case, position: int, sources: list[Holding], pair: Pair) -> Stripes | None:
+    """The best plan over several of these holders on a worker."""
+    snapshot = case.snapshot
+    return best_stripes(
+        pair,
+        [_way(case, position, item) for item in sources],
+        snapshot.footprint,
+        case.params.costs,
+        split=snapshot.features.split,
+        most=snapshot.features.stripes,
+        together=snapshot.together.get(snapshot.workers[position].key, 1.0),
+    )
 
 
 def _stripes_floor(case: Case, position: int, sources: list[Holding], pair: Pair) -> float:
@@ -283,7 +307,8 @@ def _way(case: Case, position: int, source: Holding) -> Way:
     key = snapshot.workers[source.position].key
     link = snapshot.links.curve(key.worker_id, snapshot.workers[position].key.worker_id, source.tier, now_ns)
     start_ns = case.backlog_ns(position, source) + link.alpha_ns
-    return Way(source, start_ns, link.byte_ns, snapshot.failures.probability(key, now_ns))
+    rank = snapshot.columns.rank.item(source.position)
+    return Way(source, start_ns, link.byte_ns, snapshot.failures.probability(key, now_ns), rank)
 
 
 def _cost(price: Price) -> LoadCost | SplitCost:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvpool.plan import HolderRef, LoadSlice, Plan, PlanKind
-from kvpool.types import WorkerKey
+from kvpool.types import Tier, WorkerKey
 from router.cost import Costs, Price
 from router.signals import Holding, RequestView, Snapshot
 from router.striping import Stripes, deal, first_block
@@ -122,8 +122,8 @@ def build_plan(
     if source is None:
         return Plan(_REDO, predicted_ttft_ns=round(price.happy_ns))
     start = first_block(price, own_blocks, snapshot.footprint.block_tokens)
-    piece = _slice(snapshot, held, source, position, start, price.boundary)
-    return _plan_of(params, price, (piece,))
+    others = _others(snapshot, held, position, start) if len(held) > 1 else []
+    return _plan_of(params, price, (_slice(snapshot, others, source, start, price.boundary),))
 
 
 def build_striped_plan(
@@ -132,10 +132,9 @@ def build_striped_plan(
     """The plan of the worker at ``position`` over several holders, and the link time it takes of each."""
     price, footprint = stripes.price, snapshot.footprint
     start = first_block(price, own_blocks, footprint.block_tokens)
-    first = [way.holding for way in stripes.ways]
-    ordered = first + [item for item in held if item not in first]  # who takes part stands behind the others
+    others = _others(snapshot, held, position, start)
     pieces = tuple(
-        _slice(snapshot, ordered, first[who], position, low, high)
+        _slice(snapshot, others, stripes.ways[who].holding, low, high)
         for low, high, who in deal(start, price.boundary, stripes.blocks)
     )
     transfers = []
@@ -146,10 +145,13 @@ def build_striped_plan(
     return _plan_of(params, price, pieces), tuple(transfers)
 
 
-def _slice(snapshot: Snapshot, held: list[Holding], source: Holding, position: int, start: int, stop: int) -> LoadSlice:
+_Other = tuple[int, float, float, int, Tier]
+
+
+def _slice(snapshot: Snapshot, others: list[_Other], source: Holding, start: int, stop: int) -> LoadSlice:
     holder = snapshot.workers[source.position]
-    others = _alternates(snapshot, held, source, position, start) if len(held) > 1 else ()
-    return LoadSlice(start, stop, holder.key, holder.transport, holder.data_address, source.tier, others)
+    alternates = _alternates(snapshot, others, source, start)
+    return LoadSlice(start, stop, holder.key, holder.transport, holder.data_address, source.tier, alternates)
 
 
 def _plan_of(params: Params, price: Price, loads: tuple[LoadSlice, ...]) -> Plan:
@@ -181,20 +183,27 @@ def build_promise(
     return Promise(worker, price.gpu_ns, request.prompt_tokens - blocks * footprint.block_tokens, tuple(transfers))
 
 
-def _alternates(
-    snapshot: Snapshot, held: list[Holding], source: Holding, reader: int, start: int
-) -> tuple[HolderRef, ...]:
-    """Other holders of at least the first block to load, longest prefix first, then least busy link, then key."""
-    columns, taken = snapshot.columns, source.position
+def _others(snapshot: Snapshot, held: list[Holding], reader: int, start: int) -> list[_Other]:
+    """Whom a reader may load from beside a source, with more than ``start`` blocks: longest prefix first, then least
+    busy link, then key."""
+    columns = snapshot.columns
     readable, out_free_ns, rank = columns.holder.item, columns.out_free_ns.item, columns.rank.item
     others = [
         (-blocks, out_free_ns(position), rank(position), position, tier)
         for position, blocks, tier in held
-        if blocks > start and position not in (taken, reader) and readable(position)
+        if blocks > start and position != reader and readable(position)
     ]
     others.sort()  # ranks differ
-    refs = []
-    for blocks, _, _, position, tier in others[:MAX_ALTERNATES]:
-        view = snapshot.workers[position]
-        refs.append(HolderRef(view.key, view.data_address, tier, -blocks))
+    return others
+
+
+def _alternates(snapshot: Snapshot, others: list[_Other], source: Holding, start: int) -> tuple[HolderRef, ...]:
+    """The first of ``others`` that hold at least the first block to load and are not the source."""
+    refs: list[HolderRef] = []
+    for blocks, _, _, position, tier in others:
+        if -blocks <= start or len(refs) == MAX_ALTERNATES:
+            break
+        if position != source.position:
+            view = snapshot.workers[position]
+            refs.append(HolderRef(view.key, view.data_address, tier, -blocks))
     return tuple(refs)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from router.cost import Costs, Pair, Price, price_split, price_whole_load
+from router.kernel import cost_of_whole_load
 from router.signals import Footprint, Holding
 
 MIN_GAIN = 0.05
@@ -25,12 +26,14 @@ MAX_ROUNDS = 4
 
 
 class Way(NamedTuple):
-    """One holder as a source: when its first byte could come, from now, time per byte, chance to fail."""
+    """One holder as a source: when its first byte could come, from now, time per byte, chance to fail; ``rank`` is its
+    place in key order, which decides between equals."""
 
     holding: Holding
     start_ns: float
     byte_ns: float
     failure: float
+    rank: float
 
 
 class Stripes(NamedTuple):
@@ -62,8 +65,7 @@ def best_stripes(
         split: the worker can split.
         together: share of the sum of the single rates that the reader takes from several at once.
     """
-    span = pair.held_blocks - pair.own_blocks
-    ordered = sorted(ways, key=lambda way: (way.start_ns + span * footprint.block_bytes * way.byte_ns, way.holding))
+    ordered = sorted(ways, key=lambda way: (_alone_ns(pair, way, footprint, costs), way.rank))
     best: Stripes | None = None
     for count in range(2, min(most, len(ordered)) + 1):
         found = _over(pair, ordered[:count], footprint, costs, split=split, together=together)
@@ -71,6 +73,13 @@ def best_stripes(
             break
         best = found
     return best
+
+
+def _alone_ns(pair: Pair, way: Way, footprint: Footprint, costs: Costs) -> float:
+    """What everything from one holder costs, its failures included: a fast one that often fails stands behind."""
+    block_ns = footprint.block_bytes * way.byte_ns
+    alone = pair._replace(start_ns=way.start_ns, block_ns=block_ns, failure=way.failure)
+    return cost_of_whole_load(alone, costs.notice_ns)[0]
 
 
 def _over(

@@ -21,6 +21,7 @@ from router.estimators import LinkCurve, PrefillCurve
 from router.planning import Harm, Params
 from router.scores import open_case
 from router.signals import Features, Footprint, Snapshot, holdings, readable
+from router.striping import MIN_GAIN
 from tests.unit.router_kit import CURVE, FOOTPRINT, FixedFailures, Worker, key, request, snapshot
 
 SETTINGS = settings(max_examples=150, deadline=None)
@@ -175,6 +176,76 @@ def test_the_choice_does_not_depend_on_the_order_of_candidates(
     assert first.worker == second.worker
     assert first.plan == second.plan
     assert first.price_ns == second.price_ns
+
+
+@st.composite
+def striped(draw: st.DrawFn) -> list[Worker]:
+    """Busy holders of much of the prompt, and workers that are free: loads from several holders pay."""
+    size = draw(st.integers(3, 7))
+    holders = draw(st.integers(2, size - 1))
+    busy, free = st.sampled_from([0.2e9, 0.2e9, 0.3e9]), st.sampled_from([0.0, 0.0, 1e7])
+    return [
+        Worker(
+            number=number,
+            blocks=draw(st.sampled_from([60, 90, 95, 99, 99]) if number < holders else st.sampled_from([0, 0, 20])),
+            wait_ns=draw(busy if number < holders else free),
+            in_ns=draw(st.sampled_from([0.0, 0.0, 2e7])),
+            out_ns=draw(st.sampled_from([0.0, 0.0, 2e7])),
+            tier=draw(st.sampled_from([Tier.DEVICE, Tier.HOST])),
+        )
+        for number in range(size)
+    ]
+
+
+SEVERAL = st.builds(Features, split=st.booleans(), stripes=st.sampled_from([2, 4]))
+ALLOWED = (1.0 - MIN_GAIN) ** -3
+"""What a plan over fewer holders may cost against one over four."""
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    striped(),
+    st.sampled_from([0.5, 1.0, 2.0, 8.0]),
+    st.lists(st.sampled_from([0.0, 0.01, 0.01, 0.3, 0.8]), min_size=7, max_size=7),
+    SEVERAL,
+    st.sampled_from([Params(), PLAIN]),
+    st.randoms(use_true_random=False),
+)
+def test_loads_from_several_holders_do_not_depend_on_the_order_of_candidates(
+    workers: list[Worker], byte_ns: float, rates: list[float], able: Features, params: Params, rng: Random
+) -> None:
+    failures = FixedFailures(0.0, {key(number): rate for number, rate in enumerate(rates)})
+    shuffled = list(workers)
+    rng.shuffle(shuffled)
+    shots = [
+        snapshot(each, links=LinkCurve(1e6, byte_ns), failures=failures, features=able) for each in (workers, shuffled)
+    ]
+    first, second = (decide(request(), shot, params) for shot in shots)
+    assert (first.worker, first.plan, first.price_ns) == (second.worker, second.plan, second.price_ns)
+
+
+@settings(max_examples=300, deadline=None)
+@given(striped(), st.sampled_from([0.5, 1.0, 2.0, 8.0]), SEVERAL, st.sampled_from([1.1, 2.0, 10.0]))
+def test_a_faster_link_never_ends_a_load_from_several_holders_in_a_redo(
+    workers: list[Worker], byte_ns: float, able: Features, factor: float
+) -> None:
+    before = price(workers, LinkCurve(1e6, byte_ns), 0.01, able)
+    after = price(workers, LinkCurve(1e6 / factor, byte_ns / factor), 0.01, able)
+    assert after.price_ns <= before.price_ns * ALLOWED
+    assert not before.plan.loads or after.plan.loads or after.price_ns == before.price_ns
+
+
+@settings(max_examples=300, deadline=None)
+@given(striped(), st.sampled_from([0.5, 1.0, 2.0, 8.0]), SEVERAL, st.integers(0, 6), st.sampled_from([50, 95, 99]))
+def test_a_further_holder_never_ends_a_load_from_several_for_a_dearer_one(
+    workers: list[Worker], byte_ns: float, able: Features, who: int, blocks: int
+) -> None:
+    who %= len(workers)
+    idle = [replace(worker, in_ns=0.0, out_ns=0.0) for worker in workers]  # of two readers one may be free too late
+    without = [replace(worker, blocks=0) if i == who else worker for i, worker in enumerate(idle)]
+    extended = [replace(worker, blocks=blocks) if i == who else worker for i, worker in enumerate(idle)]
+    link = LinkCurve(1e6, byte_ns)
+    assert price(extended, link, 0.01, able).price_ns <= price(without, link, 0.01, able).price_ns * ALLOWED
 
 
 @SETTINGS

@@ -130,7 +130,7 @@ def test_dealing_loses_and_repeats_no_block(start: int, blocks: list[int]) -> No
 def test_stripes_bring_every_block_once_and_cost_no_less_than_all_links_at_once(
     links: list[tuple[float, float, float]], wait_ns: float, together: float, split: bool
 ) -> None:
-    ways = [Way(Holding(n + 1, 80, Tier.HOST), *link) for n, link in enumerate(links)]
+    ways = [Way(Holding(n + 1, 80, Tier.HOST), *link, float(n)) for n, link in enumerate(links)]
     pair = Pair(wait_ns, 190e6, 10, 80, 1600, 16, 0.0, 0.0, 0.0, 5e6, 100_000.0, 20.0)
     found = best_stripes(pair, ways, Footprint(16, 640_000), Costs(), split=split, most=4, together=together)
     if found is None:
