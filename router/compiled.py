@@ -34,6 +34,7 @@ INLINED = (
     kernel._best_link,
     kernel._backlog,
     kernel._next_holder,
+    kernel._raise_bounds,
     kernel._before,
     kernel._turn,
     kernel._pair_of,

@@ -83,6 +83,7 @@ class Fleet:
         position = self.index[key]
         self._replace(position, replace(self.workers[position], load=load))
         self.columns.empty_blocks[position] = load.empty_blocks if load.total_blocks else math.inf
+        self.columns.turnover[position] = 1.0 / load.idle_ns if load.idle_ns else 0.0
         self._pressure_known = False
         idle = load.waiting_requests == 0 and load.running_requests == 0
         self.columns.reported_ns[position] = math.inf if idle else now_ns
@@ -149,22 +150,18 @@ class Fleet:
         return self._fastest
 
     def settle(self) -> Columns:
-        """The columns, all of them as the newest reports say."""
-        if not self._pressure_known:
-            self.columns.pressure[:] = self._pressure()
-            self._pressure_known = True
-        return self.columns
+        """The columns, all of them as the newest reports say.
 
-    def _pressure(self) -> Floats:
-        """How soon what leaves each worker's cache would have been wanted again, against the mean of all workers.
-
+        Pressure is how soon what leaves each worker's cache would have been wanted again, against the mean of all.
         Whatever has not been used for t is wanted again at a rate of about 1/t (reuse has a heavy tail), so a cache
         whose oldest block was used a minute ago gives up four times as much as one where it was four minutes ago.
         """
-        loads = [view.load for view in self.workers]
-        rates = np.array([1.0 / load.idle_ns if load is not None and load.idle_ns else 0.0 for load in loads])
-        mean = float(rates.mean()) if len(rates) else 0.0
-        return np.minimum(rates / mean, MAX_PRESSURE) if mean > 0.0 else np.ones(len(rates))
+        columns = self.columns
+        if not self._pressure_known:
+            mean = float(columns.turnover.mean()) if len(columns) else 0.0
+            columns.pressure[:] = np.minimum(columns.turnover / mean, MAX_PRESSURE) if mean > 0.0 else 1.0
+            self._pressure_known = True
+        return columns
 
     def decoders(self) -> tuple[int, ...]:
         """Positions of the decode workers that live."""

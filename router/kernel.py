@@ -30,8 +30,8 @@ Floats = NDArray[np.float64]
 
 # Rows of the table of all workers; see `router.signals.Columns`.
 CLOSED, HOLDER, RANK, REPORTED, GPU_FREE, IN_FREE, OUT_FREE, REQUESTS = range(8)
-QUEUED, EMPTY, ARRIVALS, PRESSURE, T0, TOKEN, PAIR = range(8, 15)
-TABLE_ROWS = 15
+QUEUED, EMPTY, ARRIVALS, TURNOVER, PRESSURE, T0, TOKEN, PAIR = range(8, 16)
+TABLE_ROWS = 16
 
 # Rows of what a decision works with, and of what its record keeps; see `score_redo`.
 READ, READ_REDO, FILL, CROWD, KEEP = range(5)
@@ -272,10 +272,13 @@ def score_redo(
         the holder to try first, or -1, and its bound.
     """
     terms, held, size = terms_of(sheet), held_of(sheet), table.shape[1]
+    assert work.shape[1] == kept.shape[1] == size  # compiled code would read beyond an array without a word
     for i in range(size):
         kept[OWN, i] = 0.0
     for j in range(held.shape[0]):
-        kept[OWN, int(held[j, POSITION])] = max(kept[OWN, int(held[j, POSITION])], held[j, BLOCKS])
+        position = int(held[j, POSITION])
+        assert 0 <= position < size
+        kept[OWN, position] = max(kept[OWN, position], held[j, BLOCKS])
     least_wait = _score_waits(table, work, kept, terms)
     best, best_gpu, best_requests, best_turn, position = math.inf, math.inf, math.inf, 0, 0
     for i in range(size):
@@ -369,6 +372,16 @@ def _next_holder(table: Floats, held: Floats) -> tuple[int, float]:
     return at, bound
 
 
+def _raise_bounds(table: Floats, held: Floats, terms: Terms, at: int, floor: float) -> None:
+    """A holder was tried; another one as long whose link is no sooner free gives no less than ``floor`` either."""
+    busy = _backlog(table, int(held[at, POSITION]), terms)
+    for j in range(held.shape[0]):
+        alike = held[j, BLOCKS] == held[at, BLOCKS] and held[j, TIER] == held[at, TIER]
+        if alike and _backlog(table, int(held[j, POSITION]), terms) >= busy:
+            held[j, BOUND] = max(held[j, BOUND], floor)
+    held[at, BOUND] = math.inf
+
+
 def _before(a: float, b: float, c: float, other_a: float, other_b: float, other_c: float) -> bool:
     """(a, b, c) comes before the others."""
     if a != other_a:
@@ -402,16 +415,21 @@ def best_load(
         holder to try next, or -1, and its bound.
     """
     terms, held = terms_of(sheet), held_of(sheet)
+    assert work.shape[1] == kept.shape[1] == row.shape[1] == table.shape[1]
+    assert 0 <= at < held.shape[0]
     total, split = int(terms.total_tokens), terms.split > 0.0
     blocks, out_ns = int(held[at, BLOCKS]), _backlog(table, int(held[at, POSITION]), terms)
     alpha, byte = _best_link(held[at, TIER], terms)
     best, best_gpu, best_requests, best_turn, position, splits = math.inf, math.inf, math.inf, 0, -1, False
     others, group = math.inf, math.inf  # the least of other workers; of what any holder as long could give
     for i in range(table.shape[1]):
-        wait = kept[WAIT, i]
-        if kept[OWN, i] >= blocks or wait == math.inf:
+        wait, ceiling = kept[WAIT, i], min(limit, best) * ROUNDING
+        if kept[OWN, i] >= blocks:
             continue
-        ceiling, crowd, keep = min(limit, best) * ROUNDING, work[CROWD, i], work[KEEP, i]
+        if wait > ceiling:  # mostly; nothing else is looked at
+            others, group = min(others, wait), min(group, wait)
+            continue
+        crowd, keep = work[CROWD, i], work[KEEP, i]
         rest = prefill_ns(table[T0, i], table[TOKEN, i], table[PAIR, i], total, blocks * int(terms.block_tokens))
         harm = min(rest, terms.cap_ns) * crowd + keep
         bound = wait + rest + harm
@@ -435,11 +453,7 @@ def best_load(
             best, best_gpu, best_requests, best_turn, position, splits = score, gpu, requests, turn, i, this_splits
         else:
             others = min(others, score)
-    for j in range(held.shape[0]):
-        alike = held[j, BLOCKS] == blocks and held[j, TIER] == held[at, TIER]
-        if alike and _backlog(table, int(held[j, POSITION]), terms) >= out_ns:
-            held[j, BOUND] = max(held[j, BOUND], group)
-    held[at, BOUND] = math.inf
+    _raise_bounds(table, held, terms, at, group)
     following, bound = _next_holder(table, held)
     load, tail = (math.inf, math.inf, 0.0, 0, 0.0), (math.inf, math.inf, 0.0, 0, 0.0, 0)
     if position >= 0:

@@ -78,6 +78,8 @@ class Columns:
         queued_tokens: prompt tokens to compute, reported and promised.
         empty_blocks: blocks that can come without anything leaving.
         arrivals: decayed count of requests routed to the worker; ``arrival_scale`` turns it into a rate.
+        turnover: one over the time for which the block that would leave the worker's cache next has been idle, 0 where
+            none must leave; `router.fleet.Fleet.settle` makes ``pressure`` of it.
         pressure: how soon what leaves the worker's cache would have been wanted again, against the mean of all; 0
             where nobody knows.
         t0_ns, token_ns, pair_ns: prefill curves (`router.estimators.PrefillCurve`); ``curves`` are all three rows.
@@ -101,6 +103,7 @@ class Columns:
         "t0_ns",
         "table",
         "token_ns",
+        "turnover",
     )
 
     def __init__(self, table: Floats) -> None:
@@ -116,6 +119,7 @@ class Columns:
         self.queued_tokens: Floats = table[kernel.QUEUED]
         self.empty_blocks: Floats = table[kernel.EMPTY]
         self.arrivals: Floats = table[kernel.ARRIVALS]
+        self.turnover: Floats = table[kernel.TURNOVER]
         self.pressure: Floats = table[kernel.PRESSURE]
         self.t0_ns: Floats = table[kernel.T0]
         self.token_ns: Floats = table[kernel.TOKEN]

@@ -42,7 +42,7 @@ class TrueLinks:
 
     def row(self, holder: WorkerId, tier: Tier, now_ns: int) -> Floats:
         """See `router.signals.LinkView`."""
-        return np.array([[self.link.alpha_ns] * self.nodes, [self.link.byte_ns] * self.nodes])
+        return np.array([[self.link.alpha_ns] * self.nodes, [self.link.byte_ns] * self.nodes], dtype=np.float64)
 
     def best(self, tier: Tier) -> LinkCurve:
         """See `router.signals.LinkView`."""

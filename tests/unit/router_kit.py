@@ -48,7 +48,7 @@ class FixedLinks:
 
     def row(self, holder: WorkerId, tier: Tier, now_ns: int) -> Floats:
         curves = [self.curve(holder, reader.worker_id, tier, now_ns) for reader in self.workers]
-        return np.array([[c.alpha_ns for c in curves], [c.byte_ns for c in curves]])
+        return np.array([[c.alpha_ns for c in curves], [c.byte_ns for c in curves]], dtype=np.float64)
 
     def best(self, tier: Tier) -> LinkCurve:
         curves = [self.default, *self.pairs.values()]

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from router import compiled, kernel
@@ -34,6 +35,21 @@ def test_no_call_compiles_later() -> None:
         with pytest.raises(TypeError, match="No matching definition"):
             function(*["text"] * len(function.signatures[0]))
         assert len(function.signatures) == 1
+
+
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    table, work, kept = (np.zeros((rows, 3)) for rows in (kernel.TABLE_ROWS, kernel.WORK_ROWS, kernel.KEPT_ROWS))
+    sheet = np.zeros(kernel.TERMS + kernel.HELD_COLUMNS)
+    score_redo, best_load = compiled.kernels()
+    for wrong in (np.zeros((kernel.KEPT_ROWS, 2)), np.zeros((kernel.KEPT_ROWS, 4))):
+        with pytest.raises(AssertionError):
+            score_redo(table, work, wrong, sheet)
+    sheet[kernel.TERMS] = 3.0
+    with pytest.raises(AssertionError):
+        score_redo(table, work, kept, sheet)
+    for row, at in ((np.zeros((2, 2)), 0), (np.zeros((2, 3)), 1), (np.zeros((2, 3)), -1)):
+        with pytest.raises(AssertionError):
+            best_load(table, work, kept, sheet, row, at, 0.0, 1.0)
 
 
 def test_every_function_of_the_kernel_is_compiled_or_inlined() -> None:
