@@ -87,6 +87,7 @@ class Flights:
             self._reporter.counters[f"load_failures.{error.code}"] += 1
             sequence.tally.load_failures += (error.code,)
             self._scheduler.land(order.flight)
+            self._wake()  # the step at hand was planned as if something came
             return
         self._flights[order.flight] = _Flight(order, load)
         load.on_change(lambda _: self._wake())

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvpool.config import SchedulerConfig
+from kvpool.errors import KVPoolError, UnavailableError
 from kvpool.plan import LoadSlice, Plan, PlanKind
 from kvpool.store.pool import BlockPool
 from kvpool.transfer.loader import LoadProgress
@@ -42,37 +43,62 @@ class ScriptedLoad:
 
 
 class ScriptedLoader:
-    """Starts loads at ``now_ns``."""
+    """Starts loads at ``now_ns``, or raises ``error``."""
 
     def __init__(self) -> None:
         self.now_ns = 0
+        self.error: KVPoolError | None = None
         self.loads: list[ScriptedLoad] = []
 
     def start(
         self, request_id: RequestId, plan: Plan, chain: Sequence[BlockHash], pages: Mapping[int, int]
     ) -> ScriptedLoad:
+        if self.error is not None:
+            raise self.error
         self.loads.append(ScriptedLoad(LoadProgress(frozenset(), 0, False, (), 0, self.now_ns, None)))
         return self.loads[-1]
 
 
-def test_the_load_time_of_a_request_is_from_its_first_load_to_its_last() -> None:
-    pool, loader = BlockPool(40), ScriptedLoader()
-    scheduler = Scheduler(SchedulerConfig(), pool, Gate(4))
-    flights = Flights(scheduler, Reporter(KEY, RecordingPublisher()), loader, 64, lambda: None)
+class Bench:
+    """Everything around one scheduler but an engine."""
 
-    def submit(name: str, tokens: int) -> Request:
+    def __init__(self) -> None:
+        self.pool, self.loader = BlockPool(40), ScriptedLoader()
+        self.reporter = Reporter(KEY, RecordingPublisher())
+        self.scheduler = Scheduler(SchedulerConfig(), self.pool, Gate(4))
+        self.woken = 0
+        self.flights = Flights(self.scheduler, self.reporter, self.loader, 64, self.wake)
+
+    def wake(self) -> None:
+        self.woken += 1
+
+    def submit(self, name: str, tokens: int) -> Request:
         part = LoadSlice(0, tokens // 4, KEY, "memory", b"", Tier.HOST)
         plan = Plan(PlanKind.LOAD, (part,), load_deadline_ns=10**6, stall_ns=10**6)
         table = BlockTable(namespace(block_tokens=4).root(), 4)
-        request = Request(make_request(name, range(tokens)), plan, "d", table, loader.now_ns, 10**9)
-        order = scheduler.add(request, loader.now_ns)
+        request = Request(make_request(name, range(tokens)), plan, "d", table, self.loader.now_ns, 10**9)
+        order = self.scheduler.add(request, self.loader.now_ns)
         assert order is not None
-        flights.start(order)
+        self.flights.start(order)
         return request
 
-    front = submit("front", 20)
+
+def test_a_load_that_cannot_start_wakes_who_planned_to_wait_for_it() -> None:
+    bench = Bench()
+    bench.loader.error = UnavailableError("the disk tier is closed")
+    request = bench.submit("late", 40)
+    assert bench.woken == 1
+    assert (bench.flights.count, request.table.flying()) == (0, [])
+    assert request.tally.load_failures == ("unavailable",)
+    assert bench.reporter.counters["load_failures.unavailable"] == 1
+
+
+def test_the_load_time_of_a_request_is_from_its_first_load_to_its_last() -> None:
+    bench = Bench()
+    loader, flights, scheduler = bench.loader, bench.flights, bench.scheduler
+    front = bench.submit("front", 20)
     loader.now_ns = 100
-    whole = submit("whole", 40)
+    whole = bench.submit("whole", 40)
     loader.loads[1].end(frozenset(range(5, 10)), 300)
     assert flights.follow() == [whole]
     assert whole.tally.load_ns == 200
