@@ -192,7 +192,8 @@ class EngineLoop:
             with parts.lock:
                 if not self._active and not parts.flights.count and not parts.pulling():
                     parts.bridge.check_at_rest()
-            self._sleep(step)
+            if not landed:  # else others can use what was sealed just now
+                self._sleep(step)
 
     def _expire(self, step: Step) -> None:
         for sequence in step.expired:

@@ -43,7 +43,7 @@ class _Beat:
     budget: int
     work: list[Work] = field(default_factory=list)
     prefills: int = 0
-    claimed: set[BlockHash] = field(default_factory=set)
+    claimed: dict[BlockHash, Sequence] = field(default_factory=dict)
     preempted: bool = False
 
 
@@ -64,6 +64,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._book = LoadBook(blocks)
         self._closed_slots: list[int] = []
+        self._landed: dict[BlockHash, Sequence] = {}  # sealed after the next step
         self._views_full = False
         self.preemptions = 0
 
@@ -143,16 +144,23 @@ class Scheduler:
         self._book.progress(flight, arrived)
 
     def land(self, flight: int) -> Sequence | None:
-        """A load is terminal: its pages return to their sequence (the result), or to the pool when that is gone."""
-        return self._book.land(flight)
+        """A load is terminal: its pages return to their sequence (the result), or to the pool when that is gone. The
+        shell seals the sequence after the next step; until then nobody else computes or orders these blocks."""
+        sequence = self._book.land(flight)
+        if sequence is not None:
+            table = sequence.table
+            ready = table.sealable(sequence.computed_tokens // table.block_tokens)
+            self._landed.update((table.chain[index], sequence) for index in ready)
+        return sequence
 
     # -- the beat
 
     def plan_step(self, now_ns: int) -> Step:
         """Choose the next batch. See the module's docstring for the order."""
         expired = self._expire(now_ns)
-        beat = _Beat(now_ns, self._config.max_step_tokens)
-        loads = self._late_loads(now_ns)
+        beat = _Beat(now_ns, self._config.max_step_tokens, claimed=self._landed)
+        self._landed = {}
+        loads = self._late_loads(beat)
         for sequence in [entry for entry in self._running if entry.decoding]:
             self._decode(sequence, beat)
         if beat.work:
@@ -273,7 +281,7 @@ class Scheduler:
         beat.work.append(Work(sequence, first, fill, start, count, samples))
         beat.prefills += 1
         beat.budget -= count
-        beat.claimed.update(table.chain[start // size : (start + count) // size])
+        beat.claimed.update(dict.fromkeys(table.chain[start // size : (start + count) // size], sequence))
 
     def _count(self, sequence: Sequence, start: int, beat: _Beat, *, idle: bool) -> int:
         """Tokens to compute from ``start`` on; 0 to wait for a load."""
@@ -338,9 +346,9 @@ class Scheduler:
         return sum(self._bringer(sequence, index) is flight for index in range(block, sequence.full_blocks))
 
     def _claimed(self, sequence: Sequence, block: int, beat: _Beat) -> bool:
-        """A twin computes this block in this step already."""
+        """A twin computes this block in this step already, or its load brought it just now."""
         chain = sequence.table.chain
-        return block < len(chain) and chain[block] in beat.claimed
+        return block < len(chain) and beat.claimed.get(chain[block], sequence) is not sequence
 
     def _wake_ns(self, now_ns: int) -> int | None:
         moments = [entry.deadline_ns for entry in self._running + self._waiting]
@@ -368,7 +376,7 @@ class Scheduler:
         flight = self._book.begin(sequence, wanted, LoadView.starting(sequence.plan, now_ns))
         return LoadOrder(flight.number, sequence, flight.pages)
 
-    def _late_loads(self, now_ns: int) -> tuple[LoadOrder, ...]:
+    def _late_loads(self, beat: _Beat) -> tuple[LoadOrder, ...]:
         """Loads that found no room at arrival, or counted on another request's, oldest first."""
         orders: list[LoadOrder] = []
         refused = 0
@@ -378,10 +386,10 @@ class Scheduler:
             if not sequence.load_due or sequence.flight is not None:
                 continue
             run = sequence.table.readable_run(0, sequence.full_blocks)
-            if self._bringer(sequence, run) is not None:
-                continue  # still on its way for another
+            if self._bringer(sequence, run) is not None or self._claimed(sequence, run, beat):
+                continue  # still on its way for another, or here in a moment
             self._adopt(sequence, run)
-            order = self._reserve(sequence, now_ns)
+            order = self._reserve(sequence, beat.now_ns)
             if order is not None:
                 orders.append(order)
             refused += order is None and sequence.load_due

@@ -15,7 +15,7 @@ import pytest
 from kvpool.hashing import block_hashes
 from kvpool.plan import REDO, PlanKind
 from tests.engine_parity import save_random_model, tiny_llama
-from tests.multiprocess.worker_core_support import FAKE, SECOND_NS, Kind, Pool, load_plan, make_kind
+from tests.multiprocess.worker_core_support import BLOCK_TOKENS, FAKE, SECOND_NS, Kind, Pool, load_plan, make_kind
 from tests.worker_support import (
     Collector,
     FakeEngine,
@@ -121,6 +121,31 @@ def test_a_split_over_a_link_worth_waiting_for_loads_its_front_too(pool: Pool) -
     assert got.tokens == pool.kind.plain(request)
     assert got.stats is not None
     assert (got.stats.tokens_loaded, got.stats.tokens_redone) == (48, 2)
+
+
+@pytest.mark.parametrize("redone", [True, False])
+def test_who_waits_for_the_load_of_another_request_costs_neither_of_them_a_redo(redone: bool) -> None:
+    pool = Pool(FAKE)
+    engine = FakeEngine(block_tokens=BLOCK_TOKENS)
+    holder, reader = pool.add(), pool.add(engine)
+    prompt = pool.prompt(80)
+    pool.run(holder, make_request("warm", prompt, 1))
+    engine.running.clear()
+    busy = Collector()
+    reader.submit(make_request("busy", pool.prompt(6), 2, ignore_eos=True), REDO, "d", busy)
+    plan, sinks = load_plan(pool.slice(0, 0, 20)), [Collector() for _ in range(3)]
+    requests = [make_request(f"r{number}", [*prompt, number], 9, ignore_eos=True) for number in range(3)]
+    for request, sink in zip(requests, sinks, strict=True):
+        reader.submit(request, REDO if redone and sink is not sinks[0] else plan, "d", sink)
+    engine.running.set()
+    for request, sink in zip(requests, sinks, strict=True):
+        assert sink.result() == reference(request)
+        assert sink.stats is not None
+        assert sink.stats.tokens_redone == 1
+    assert busy.result()
+    assert engine.computed_tokens == 6 + 1 + 3 * (1 + 8)
+    assert holder.counters()["bytes_served"] == 20 * reader.segment.config.block_bytes
+    pool.close()
 
 
 def test_a_load_may_be_striped_over_two_holders(pool: Pool) -> None:

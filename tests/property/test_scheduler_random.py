@@ -60,6 +60,7 @@ class Harness:
         self.scheduler = Scheduler(SchedulerConfig(**limits), self.segment, self.gate)
         self.bridge = Bridge(self.engine, self.segment)
         self.loads: dict[int, Load] = {}
+        self.landed: list[Sequence] = []
         self.live: dict[str, Sequence] = {}
         self.outputs: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
@@ -126,7 +127,7 @@ class Harness:
         del self.loads[number]
         sequence = self.scheduler.land(number)
         if sequence is not None:
-            self.bridge.seal(sequence)
+            self.landed.append(sequence)
 
     def cancel(self) -> None:
         if self.live:
@@ -156,6 +157,9 @@ class Harness:
         for sequence in step.expired:
             self.end(sequence.request_id, "expired")
         self.run(step)
+        for sequence in self.landed:  # after the step, as the engine loop does
+            self.bridge.seal(sequence)
+        self.landed.clear()
         self.check()
         return bool(step.work)
 
