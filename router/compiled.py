@@ -3,15 +3,17 @@
 The first process on a machine compiles (seconds), later ones load what it kept beside the source, or in the user's
 cache directory (a fraction of a second). Whoever serves requests calls `kernels` before the first; signatures are
 stated, so no call compiles later. Processes may compile at the same time: each writes a file of its own and renames it.
-Where nothing can be kept, or what was kept cannot be read, every process compiles for itself.
+Where nothing can be kept every process compiles for itself; what was kept and cannot be read is replaced.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import pickle
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from router import kernel
@@ -78,11 +80,35 @@ def kernels() -> Kernels:
 
 
 def compile_loop(function: Callable[..., Any], signature: str) -> Callable[..., Any]:
-    """A function as machine code for these arguments, from what an earlier process kept where possible."""
+    """A function as machine code for these arguments, from what an earlier process kept where possible. What cannot be
+    read is removed, or every process after this one would compile for itself."""
     from numba import njit
 
     try:
         return njit(signature, cache=True, error_model="numpy")(function)  # type: ignore[no-any-return]
     except _NOT_KEPT as error:
-        log.warning("compiling %s without a cache: %s: %s", function.__name__, type(error).__name__, error)
-        return njit(signature, error_model="numpy")(function)  # type: ignore[no-any-return]
+        reason = f"{type(error).__name__}: {error}"
+    try:
+        if _remove_kept(function):
+            log.warning("what was kept of %s is compiled anew: %s", function.__name__, reason)
+            return njit(signature, cache=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+    except _NOT_KEPT as error:
+        reason = f"{type(error).__name__}: {error}"
+    log.warning("compiling %s without a cache: %s", function.__name__, reason)
+    return njit(signature, error_model="numpy")(function)  # type: ignore[no-any-return]
+
+
+def _remove_kept(function: Callable[..., Any]) -> int:
+    """Remove the files numba kept of a function; how many there were.
+
+    Raises:
+        OSError: one cannot be removed.
+        RuntimeError: there is nowhere to keep them.
+    """
+    from numba import njit
+
+    folder = Path(njit(cache=True)(function).stats.cache_path)
+    found = [*folder.glob(f"{Path(inspect.getfile(function)).stem}.{function.__qualname__}-*.nb[ic]")]
+    for path in found:
+        path.unlink(missing_ok=True)
+    return len(found)

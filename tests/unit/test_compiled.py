@@ -75,6 +75,8 @@ def test_what_was_kept_and_is_damaged_is_compiled_anew(tmp_path: Path, monkeypat
         for path in kept:
             path.write_bytes(path.read_bytes()[:40] if spoilt is None else spoilt)
         assert compiled.compile_loop(twice_from(tmp_path / "twice.py"), SIGNATURE)(4.0) == 8.0
+        again = compiled.compile_loop(twice_from(tmp_path / "twice.py"), SIGNATURE)
+        assert sum(again.stats.cache_hits.values()) == 1, "what was damaged is kept again"
 
 
 @pytest.mark.parametrize("module", ["kvpool.cli.main", "kvpool.client", "router.core", "workers.core"])
