@@ -143,7 +143,11 @@ class Attempts:
         waiter = asyncio.ensure_future(self._cancelled.wait())
         try:
             await asyncio.wait({asking, waiter}, return_when=asyncio.FIRST_COMPLETED)
-            return None if self._cancelled.is_set() else asking.result()
+            if not self._cancelled.is_set():
+                return asking.result()
+            if asking.done() and asking.exception() is None:
+                self._connection.give_back(asking.result())
+            return None
         finally:
             waiter.cancel()
             await _give_up(asking)

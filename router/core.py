@@ -10,7 +10,7 @@ accuracy, never correctness.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Protocol
@@ -160,11 +160,10 @@ class RouterCore:
         self._remember(decision_id, request, snapshot, decision, admission)
         scale = self._peers.scale
         promise = decision.promise if scale == 1.0 else decision.promise.scaled(scale)
-        for key in self._ledger.reserve(meta.request_id, promise, now_ns):
-            self._fleet.set_totals(key, self._ledger.totals(key))
+        self._retotal(self._ledger.reserve(meta.request_id, promise, now_ns))
         self._fleet.note_arrival(decision.position, now_ns)
-        if part is not None:
-            self._hand_over(meta.request_id, snapshot, decision, part)
+        if decoders:
+            self._hand_over(_second(meta.request_id), snapshot, decision, part)
         self._by_kind[decision.plan.kind.value] += 1
         if decision.together:
             self._counters["striped_loads"] += 1
@@ -180,12 +179,14 @@ class RouterCore:
             hand_over=part,
         )
 
-    def _hand_over(self, request_id: RequestId, snapshot: Snapshot, decision: Decision, part: HandOver) -> None:
-        """Reserve what the second part takes."""
-        self._counters["hand_overs"] += 1
-        promise = roles.promise_of(snapshot, decision.position, part)
-        for key in self._ledger.reserve(_second(request_id), promise, snapshot.now_ns):
-            self._fleet.set_totals(key, self._ledger.totals(key))
+    def _hand_over(self, promised: RequestId, snapshot: Snapshot, decision: Decision, part: HandOver | None) -> None:
+        """Reserve what the second part takes; without one, give back what an earlier attempt promised for it."""
+        if part is None:
+            self._retotal(self._ledger.release(promised, snapshot.now_ns))
+        else:
+            self._counters["hand_overs"] += 1
+            promise = roles.promise_of(snapshot, decision.position, part)
+            self._retotal(self._ledger.reserve(promised, promise, snapshot.now_ns))
 
     def snapshot(self, chain: Sequence[BlockHash], now_ns: int) -> Snapshot:
         """What a decision about this chain would see now. Valid until the next call of any method.
@@ -213,9 +214,8 @@ class RouterCore:
 
     def release(self, request_id: RequestId) -> None:
         """The request will not run (cancelled, or its worker could not be reached): drop its promises."""
-        for part in (request_id, _second(request_id)):
-            for key in self._ledger.release(part, self._clock_ns()):
-                self._fleet.set_totals(key, self._ledger.totals(key))
+        for promised in (request_id, _second(request_id)):
+            self._retotal(self._ledger.release(promised, self._clock_ns()))
 
     def _choose(self, request: RequestView, snapshot: Snapshot, limits: Limits) -> Decision:
         """The policy's choice among the workers that decode fast enough, or among all when none does."""
@@ -262,6 +262,7 @@ class RouterCore:
             raise CapacityError(queue_message(ruling), retry_after_s=ruling.retry_after_ns / 1e9)
         self._room.leave(meta.request_id)
         if ruling.admission is Admission.SHED:
+            self.release(meta.request_id)  # of an attempt before this one
             self._remember(decision_id, request, snapshot, decision, ruling.admission)
             forecast_ns = decision.price_ns if ruling.missed == "ttft" else tpot_ns or 0.0
             raise OverloadError(
@@ -272,8 +273,7 @@ class RouterCore:
         return ruling.admission
 
     def _expire(self, now_ns: int) -> None:
-        for key in self._ledger.expire(now_ns):
-            self._fleet.set_totals(key, self._ledger.totals(key))
+        self._retotal(self._ledger.expire(now_ns))
 
     # ---- hearing
 
@@ -299,7 +299,7 @@ class RouterCore:
         self._learned.member(info)
         prefills = self._learned.prefills
         self._fleet.put(view, prefills.curve(key.worker_id), own=prefills.samples(key.worker_id) > 0)
-        self._fleet.set_totals(key, self._ledger.totals(key))
+        self._retotal((key,))
         self._keys = tuple(view.key for view in self._fleet.workers)
 
     def on_report(self, report: WorkerReport) -> None:
@@ -336,7 +336,7 @@ class RouterCore:
         if report.load.fill_mib_ns:
             self._fills[key] = report.load.fill_mib_ns / (1 << 20)
         self._fleet.set_curve(key, curve, own=prefills.samples(key.worker_id) > 0)
-        self._fleet.set_totals(key, self._ledger.totals(key))
+        self._retotal((key,))
         if report.counters:
             counters = dict(report.counters)
             self._learned.decodes.observe(key.worker_id, self._worker_counters.get(key, {}), counters)
@@ -348,8 +348,7 @@ class RouterCore:
             return
         second = outcome.decision_id.endswith(SECOND_PART)
         promised = _second(outcome.request_id) if second else outcome.request_id
-        for key in self._ledger.release(promised, self._clock_ns()):
-            self._fleet.set_totals(key, self._ledger.totals(key))
+        self._retotal(self._ledger.release(promised, self._clock_ns()))
         if second:
             return  # the record is about the first token
         record = self._records.join(outcome)
@@ -444,13 +443,13 @@ class RouterCore:
         small = frozenset(key for key, blocks in self._capacity.items() if 0 < blocks < needed)
         return small if len(small) < len(self._capacity) else frozenset()
 
+    def _retotal(self, workers: Iterable[WorkerKey]) -> None:
+        """What is promised with these workers has changed."""
+        for key in workers:
+            self._fleet.set_totals(key, self._ledger.totals(key))
+
     def _remember(
-        self,
-        decision_id: str,
-        request: RequestView,
-        snapshot: Snapshot,
-        decision: Decision,
-        admission: Admission,
+        self, decision_id: str, request: RequestView, snapshot: Snapshot, decision: Decision, admission: Admission
     ) -> None:
         self._records.add(
             DecisionRecord(
@@ -489,8 +488,7 @@ class RouterCore:
         self._worker_counters.pop(key, None)
         if self._fleet.remove(key):
             self._keys = tuple(view.key for view in self._fleet.workers)
-            for view in self._fleet.workers:
-                self._fleet.set_totals(view.key, self._ledger.totals(view.key))
+            self._retotal(self._keys)
 
 
 def _second(request_id: RequestId) -> RequestId:

@@ -123,11 +123,22 @@ class ClusterConnection:
         Raises:
             UnavailableError: no router or no eligible worker; may be retried.
         """
-        answer = await self._ask("route", request, exclude, key=request.request_id, timeout_s=timeout_s)
-        for router in answer.late:
-            self._tell(router, "release", request.request_id)  # what it still decides, nobody follows
+        asked: set[str] = set()
+        try:
+            answer = await self._ask(
+                "route", request, exclude, key=request.request_id, timeout_s=timeout_s, asked=asked
+            )
+            asked.discard(answer.by)
+        finally:
+            for router in asked:
+                self._tell(router, "release", request.request_id)  # what it still decides, nobody follows
         route: Route = answer.value
         return route
+
+    def give_back(self, route: Route) -> None:
+        """Nobody follows a route: its router drops what it promised for it."""
+        for router in self._routers.names:
+            self._tell(router, "release", route.request_id)
 
     async def ask_router(self, method: str, *args: Any, key: str = "", timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """Call a method of one router, of another one where that is unavailable or silent.
@@ -156,15 +167,21 @@ class ClusterConnection:
         names = await self.routers()
         return dict(zip(names, await asyncio.gather(*(ask(name) for name in names)), strict=True))
 
-    async def _ask(self, method: str, *args: Any, key: str, timeout_s: float) -> Answer:
+    async def _ask(self, method: str, *args: Any, key: str, timeout_s: float, asked: set[str] | None = None) -> Answer:
+        """See `ask_router`. ``asked`` names, whatever comes of it, who has been asked and has not refused."""
+        asked = set() if asked is None else asked
         clock_s = asyncio.get_running_loop().time
         deadline_s = clock_s() + timeout_s
 
         async def ask(name: str) -> Any:
+            asked.add(name)
             try:
                 value = await self.call(name, method, *args, timeout_s=max(0.001, deadline_s - clock_s()))
-            except UnavailableError:
-                self._routers.failed(name, clock_s())
+            except KVPoolError as error:
+                if not isinstance(error, DeadlineError):
+                    asked.discard(name)
+                if isinstance(error, UnavailableError):
+                    self._routers.failed(name, clock_s())
                 raise
             self._routers.answered(name)
             return value

@@ -3,8 +3,8 @@
 Every request has a router of its own, by a hash of its id, and goes to it again after a retry: its promises, its place
 among those that wait and all its records are in one place, and no client has to remember anything. Any other router can
 answer just as well, since all of them hear the same directory and reports; so when the own one is silent or unavailable
-the next one is asked, and the first answer counts. What a late router then still decides is given back to it
-(`RouterActor.release`).
+the next one is asked, and the first answer counts. What another one then still decides, or decides for a client that
+has given up, is given back to it (`RouterActor.release`).
 """
 
 from __future__ import annotations
@@ -76,10 +76,12 @@ class Answer:
 
     Attributes:
         value: what was said.
+        by: who said it.
         late: who was asked as well, and has not answered or only at the same time.
     """
 
     value: Any
+    by: str
     late: tuple[str, ...]
 
 
@@ -111,7 +113,7 @@ async def ask_in_turn(order: Sequence[str], ask: Callable[[str], Awaitable[Any]]
                     continue
                 error = call.exception()
                 if error is None:
-                    return Answer(call.result(), tuple(other for other in running if other != name))
+                    return Answer(call.result(), name, tuple(other for other in running if other != name))
                 if not isinstance(error, UnavailableError):
                     raise error
                 errors[name] = error

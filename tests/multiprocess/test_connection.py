@@ -15,7 +15,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from kvpool.cluster.connection import LIVENESS_PERIOD_S, ClusterConnection, connect_ray
-from kvpool.errors import DeadlineError, DuplicateError, KVPoolError, RequestError, UnavailableError
+from kvpool.errors import CapacityError, DeadlineError, DuplicateError, KVPoolError, RequestError, UnavailableError
 from kvpool.plan import REDO, Route
 from kvpool.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from kvpool.types import RequestId, WorkerEpoch, WorkerId, WorkerKey
@@ -221,15 +221,21 @@ class _TwoRouters(ClusterConnection):
     def __init__(self, silent: str) -> None:
         super().__init__("c")
         self.silent = silent
+        self.says: Exception | None = None
         self.asked: list[tuple[str, str]] = []
         self.told: list[tuple[Any, ...]] = []
 
     async def call(self, actor: str, method: str, *args: Any, timeout_s: float = 0.0) -> Any:
         self.asked.append((actor, method))
         if actor == self.silent:
-            await asyncio.wait_for(asyncio.Event().wait(), timeout_s)
+            try:
+                await asyncio.wait_for(asyncio.Event().wait(), timeout_s)
+            except TimeoutError as error:
+                raise DeadlineError(f"{actor} did not answer in time") from error
         if method == "info":
             return SimpleNamespace(routers=("router", "router-1"))
+        if isinstance(self.says, Exception):
+            raise self.says
         return ROUTE if method == "route" else False
 
     def _tell(self, actor: str, method: str, *args: Any) -> None:
@@ -252,6 +258,40 @@ def test_a_silent_routers_requests_go_to_the_other_one_and_what_it_decides_late_
     assert {told[:2] for told in connection.told} <= {(silent, "release")}
     asked = [actor for actor, method in connection.asked if method == "route" and actor == silent]
     assert len(asked) == len(connection.told) <= 1, "it is left alone for a while then"
+
+
+@pytest.mark.parametrize("says", [CapacityError("ask again"), RequestError("no such token"), UnavailableError("died")])
+def test_what_a_silent_router_still_decides_is_given_back_though_the_other_one_refused(
+    says: KVPoolError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.cluster.connection.PATIENCE_S", 0.01)
+    connection = _TwoRouters("router")
+    connection.says = says
+    request = replace(REQUEST, request_id=RequestId("r-0"))
+
+    async def use() -> None:
+        connection._routers.learn(("router", "router-1"))
+        connection._routers.failed("router-1", asyncio.get_running_loop().time())  # so the silent one is asked first
+        with pytest.raises(KVPoolError):
+            await connection.route(request, frozenset(), 0.2)
+
+    asyncio.run(asyncio.wait_for(use(), 20.0))
+    assert connection.told == [("router", "release", request.request_id)]
+
+
+def test_what_is_decided_for_a_client_that_has_stopped_asking_is_given_back() -> None:
+    connection = _TwoRouters("router")
+
+    async def use() -> None:
+        connection._routers.learn(("router",))
+        asking = asyncio.ensure_future(connection.route(REQUEST, frozenset(), 30.0))
+        while not connection.asked:
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait({asking})
+
+    asyncio.run(asyncio.wait_for(use(), 20.0))
+    assert connection.told == [("router", "release", REQUEST.request_id)]
 
 
 def test_whether_a_worker_lives_is_asked_of_a_router_that_answers() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +23,9 @@ from kvpool import attempts
 from kvpool.client import AsyncKVPoolClient, KVPoolClient
 from kvpool.errors import CapacityError, DeadlineError, DuplicateError, KVPoolError, RequestError, UnavailableError
 from kvpool.plan import REDO, HandOver, Route
-from kvpool.request import FinishReason, GenerateRequest, RequestStats, TokenChunk
+from kvpool.request import FinishReason, GenerateRequest, RequestStats, SamplingParams, TokenChunk
 from kvpool.tokenizer import TokenizerFiles
-from kvpool.types import WorkerEpoch, WorkerId, WorkerKey
+from kvpool.types import RequestId, WorkerEpoch, WorkerId, WorkerKey
 
 STATS = RequestStats(WorkerId("w-0"), "redo", 1, 0, 0, 1)
 FOREVER = object()
@@ -40,6 +41,7 @@ class Cluster:
         self.contact: list[Any] = []  # what `info` does first, one entry per call
         self.refusals: list[Any] = []  # what `route` does first, one entry per call
         self.routed: list[WorkerKey] = []
+        self.given_back: list[Route] = []
         self.handing_over = False  # the first worker gives one token, the second goes on
         self.requests: list[GenerateRequest] = []
         self.streams = 0
@@ -71,6 +73,9 @@ class Cluster:
 
     def unfollow(self, part: HandOver) -> None:
         pass
+
+    def give_back(self, route: Route) -> None:
+        self.given_back.append(route)
 
     async def stream(self, route: Route, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[TokenChunk]:
         self.requests.append(request)
@@ -244,6 +249,25 @@ def test_a_cancelled_request_ends_so_wherever_it_is(place: str) -> None:
         return result.finish
 
     assert asyncio.run(cancel()) is FinishReason.CANCELLED
+
+
+def test_a_route_that_comes_as_its_request_is_cancelled_is_given_back() -> None:
+    async def run() -> tuple[list[FinishReason | None], Cluster]:
+        cancelled = asyncio.Event()
+
+        class Late(Cluster):
+            async def route(self, request: GenerateRequest, exclude: frozenset[WorkerKey], timeout_s: float) -> Route:
+                cancelled.set()
+                return await super().route(request, exclude, timeout_s)
+
+        cluster = Late()
+        request = GenerateRequest(RequestId("r"), (1,), SamplingParams(max_tokens=3))
+        tries = attempts.Attempts(cluster, request, cancelled, time.monotonic() + 30.0)  # type: ignore[arg-type]
+        return [chunk.finish async for chunk in tries.run()], cluster
+
+    finishes, cluster = asyncio.run(run())
+    assert finishes == [FinishReason.CANCELLED]
+    assert len(cluster.given_back) == len(cluster.routed) == 1
 
 
 def test_a_batch_raises_its_first_error_itself_and_cancels_the_rest() -> None:

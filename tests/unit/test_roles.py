@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.errors import CapacityError, UnavailableError
+from kvpool.errors import CapacityError, OverloadError, UnavailableError
 from kvpool.plan import PlanKind
 from kvpool.reports import RequestOutcome, WorkerLoad
 from kvpool.request import Limits
@@ -101,6 +101,25 @@ def test_what_a_hand_over_promised_is_settled_when_the_decode_worker_reports_it(
     assert core.snapshot((), clock.now_ns).columns.requests.tolist() == [1, 0]
     core.release(request.request_id)
     assert core.snapshot((), clock.now_ns).columns.requests.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("limits", [None, Limits(ttft_ns=1)], ids=["alone", "shed"])
+def test_a_retry_that_is_not_handed_over_gives_back_what_the_first_attempt_promised_for_it(
+    limits: Limits | None,
+) -> None:
+    core, _, clock = core_of(PREFILL, DECODE)
+    core.route(asks())
+    again = asks(exclude=frozenset({key(1)}))
+    if limits is None:
+        assert core.route(again).hand_over is None
+    else:
+        with pytest.raises(OverloadError):
+            core.route(replace(again, limits=limits))
+    columns = core.snapshot((), clock.now_ns).columns
+    assert columns.requests.tolist() == [1 if limits is None else 0, 0]
+    assert columns.in_free_ns[1] <= clock.now_ns
+    assert columns.out_free_ns[0] <= clock.now_ns
+    assert core.status()["promises"] == (1 if limits is None else 0)
 
 
 def test_the_outcome_of_the_second_part_is_not_taken_for_that_of_the_decision() -> None:
