@@ -157,7 +157,8 @@ class RouterCore:
         if decoders:
             part = roles.hand_over(request, snapshot, Params(), decision, decoders, f"{decision_id}{SECOND_PART}")
         admission = self._admit(meta, decision_id, request, snapshot, decision, part)
-        self._remember(decision_id, request, snapshot, decision, admission)
+        decoder = None if part is None else part.worker
+        self._remember(decision_id, request, snapshot, decision, admission, decoder)
         scale = self._peers.scale
         promise = decision.promise if scale == 1.0 else decision.promise.scaled(scale)
         self._retotal(self._ledger.reserve(meta.request_id, promise, now_ns))
@@ -449,18 +450,17 @@ class RouterCore:
             self._fleet.set_totals(key, self._ledger.totals(key))
 
     def _remember(
-        self, decision_id: str, request: RequestView, snapshot: Snapshot, decision: Decision, admission: Admission
+        self,
+        decision_id: str,
+        request: RequestView,
+        snapshot: Snapshot,
+        decision: Decision,
+        admission: Admission,
+        decoder: WorkerKey | None = None,
     ) -> None:
+        at_ns, policy = snapshot.now_ns, self._policy.name
         self._records.add(
-            DecisionRecord(
-                decision_id=decision_id,
-                at_ns=snapshot.now_ns,
-                policy=self._policy.name,
-                request=request,
-                workers=self._keys,
-                decision=decision,
-                admission=admission,
-            )
+            DecisionRecord(decision_id, at_ns, policy, request, self._keys, decision, None, admission, decoder)
         )
 
     def _learn_load(self, reader: WorkerKey, load: LoadSample, now_ns: int) -> None:

@@ -37,11 +37,12 @@ _LOAD, _SPLIT = PlanKind.LOAD, PlanKind.SPLIT  # looking a member up takes longe
 
 
 class LoadPrice(NamedTuple):
-    """A plan with a load, priced for one worker and one holder."""
+    """A plan with a load, priced for one worker and one holder, or several of which ``source`` is the first."""
 
     position: int
     source: Holding
     price: Price
+    holders: int = 1
 
 
 Tried = tuple[Holding, int, LoadCost, SplitCost]
@@ -241,7 +242,7 @@ def _best_stripes(case: Case, choice: _Choice, priced: list[LoadPrice]) -> tuple
             if found is None:
                 continue
             price, first = found.price, found.ways[0].holding
-            priced.append(LoadPrice(position, first, price))
+            priced.append(LoadPrice(position, first, price, len(found.ways)))
             score = case.score_ns(position, price.ttft_ns, price.gpu_ns)
             if score < enough:
                 requests, turn, cost = columns.requests.item(position), case.turn(position), _cost(price)

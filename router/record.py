@@ -28,7 +28,7 @@ _CANDIDATES_SHOWN = 12
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Price of one plan on one worker; ``source`` is the holder of a load."""
+    """Price of one plan on one worker; ``source`` is the holder of a load, the first of several ``holders``."""
 
     worker: WorkerKey
     kind: PlanKind
@@ -38,6 +38,12 @@ class Candidate:
     source: WorkerKey | None = None
     boundary_blocks: int = 0
     load_ns: int = 0
+    holders: int = 0
+
+    @property
+    def what(self) -> tuple[WorkerKey, PlanKind, int]:
+        """Two candidates of one worker and source that differ in it are different plans."""
+        return self.worker, self.kind, self.holders
 
 
 class DecisionRecord(NamedTuple):
@@ -52,6 +58,7 @@ class DecisionRecord(NamedTuple):
         decision: verdict and prices.
         outcome: what became of it, None until reported.
         admission: admitted, degraded (started although a limit will be missed) or shed (not started).
+        decoder: who goes on after the first token, when that is somebody else (`router.roles`).
     """
 
     decision_id: str
@@ -62,6 +69,7 @@ class DecisionRecord(NamedTuple):
     decision: Decision
     outcome: RequestOutcome | None = None
     admission: Admission = Admission.ADMIT
+    decoder: WorkerKey | None = None
 
     def candidates(self) -> list[Candidate]:
         """Every eligible worker with redo, and every load that was priced, cheapest first. Loads that are absent were
@@ -72,10 +80,11 @@ class DecisionRecord(NamedTuple):
             price = float(decision.wait[position] + decision.redo[position])
             if math.isfinite(price):
                 found.append(self._candidate(worker, position, PlanKind.REDO, price))
-        for position, holding, priced in decision.loads:
-            source = self.workers[holding.position]
+        for position, holding, priced, holders in decision.loads:
+            source, load_ns = self.workers[holding.position], round(priced.load_ns)
             item = self._candidate(self.workers[position], position, priced.kind, priced.ttft_ns)
-            found.append(replace(item, source=source, boundary_blocks=priced.boundary, load_ns=round(priced.load_ns)))
+            item = replace(item, source=source, boundary_blocks=priced.boundary, load_ns=load_ns, holders=holders)
+            found.append(item)
         found.sort(key=lambda item: (item.price_ns, str(item.worker), item.kind.value, str(item.source)))
         return found
 
@@ -86,8 +95,13 @@ class DecisionRecord(NamedTuple):
 
     def runner_up(self) -> Candidate | None:
         """Cheapest candidate that differs from the choice in worker or plan."""
-        chosen = (self.decision.worker, self.decision.plan.kind)
-        return next((item for item in self.candidates() if (item.worker, item.kind) != chosen), None)
+        chosen = self.chosen()
+        return next((item for item in self.candidates() if item.what != chosen), None)
+
+    def chosen(self) -> tuple[WorkerKey, PlanKind, int]:
+        """`Candidate.what` of the choice."""
+        plan = self.decision.plan
+        return self.decision.worker, plan.kind, len({piece.holder for piece in plan.loads})
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-serialisable form, all candidates included."""
@@ -124,6 +138,7 @@ class DecisionRecord(NamedTuple):
             "candidates": [_candidate_dict(item) for item in self.candidates()],
             "runner_up": None if runner_up is None else _candidate_dict(runner_up),
             "admission": self.admission.value,
+            "decoder": None if self.decoder is None else str(self.decoder),
             "outcome": None if self.outcome is None else asdict(self.outcome),
         }
 
@@ -195,6 +210,8 @@ def explain_lines(record: DecisionRecord) -> list[str]:
         f"prompt: {record.request.prompt_tokens:,} tokens, {record.request.chain_blocks} full blocks",
         f"chosen: {decision.worker} · {_plan_text(record)} · expected {_seconds(decision.price_ns)}",
     ]
+    if record.decoder is not None:
+        lines.append(f"handed over: after the first token to {record.decoder}")
     if record.admission is Admission.DEGRADE:
         lines.append("degraded: a limit of the request will not be met, and it may be")
     if record.admission is Admission.SHED:
@@ -206,8 +223,10 @@ def explain_lines(record: DecisionRecord) -> list[str]:
     candidates = record.candidates()
     lines.append(f"prices of {len(candidates)} candidates (worker, plan):")
     for item in candidates[:_CANDIDATES_SHOWN]:
-        taken = item.worker == decision.worker and item.kind is plan.kind
+        taken = item.what == record.chosen()
         source = "" if item.source is None else f" {item.boundary_blocks} blocks from {item.source}"
+        if item.holders > 1:
+            source += f" and {item.holders - 1} more"
         lines.append(
             f"  {'→' if taken else ' '} {item.worker!s:<16} {item.kind.value}{source}: {_seconds(item.price_ns)}"
             f" (wait {_seconds(item.wait_ns)}, {item.own_blocks} blocks cached)"
@@ -275,6 +294,7 @@ def _candidate_dict(item: Candidate) -> dict[str, Any]:
         "source": None if item.source is None else str(item.source),
         "boundary_blocks": item.boundary_blocks,
         "load_ns": item.load_ns,
+        "holders": item.holders,
     }
 
 

@@ -42,7 +42,10 @@ def write_records(path: Path, lines: Sequence[str]) -> None:
         import pyarrow
 
         rows = [json.loads(line) for line in lines]
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        try:
+            parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        except (OverflowError, pyarrow.ArrowException) as error:
+            raise RequestError(f"Parquet cannot hold these records: {error}; use {JSONL}", path=str(path)) from error
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error}", path=str(path)) from error
 

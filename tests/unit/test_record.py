@@ -8,8 +8,10 @@ from kvpool.plan import PlanKind
 from kvpool.reports import RequestOutcome
 from kvpool.types import RequestId, WorkerId, WorkerKey
 from router.decide import decide
+from router.estimators import LinkCurve
 from router.planning import Params
 from router.record import DecisionRecord, RecordStore, explain_lines
+from router.signals import Features
 from tests.unit.router_kit import MS, S, Worker, key, request, snapshot
 
 PARAMS = Params(priced_pairs=8)
@@ -75,6 +77,21 @@ def test_the_runner_up_is_the_best_other_choice() -> None:
     assert runner_up is not None
     assert (runner_up.worker, runner_up.kind) != (made.decision.worker, made.decision.plan.kind)
     assert runner_up.price_ns >= made.decision.price_ns
+
+
+def test_a_load_from_several_holders_is_told_from_one_of_the_same_source() -> None:
+    busy = [Worker(number, blocks=99, wait_ns=S) for number in (1, 2)]
+    shot = snapshot([Worker(0), *busy], links=LinkCurve(1.0 * MS, 2.0), features=Features(stripes=4))
+    decision = decide(request(), shot, PARAMS)
+    made = DecisionRecord("d", 10 * S, "kvpool", request(), tuple(w.key for w in shot.workers), decision)
+    assert len({piece.holder for piece in decision.plan.loads}) == 2
+    lines = explain_lines(made)
+    (arrow,) = [line for line in lines if "→" in line]
+    assert "99 blocks from w001@1 and 1 more" in arrow
+    runner_up = made.runner_up()
+    assert runner_up is not None
+    assert (runner_up.worker, runner_up.kind, runner_up.holders) == (key(0), PlanKind.LOAD, 1)
+    assert [item["holders"] for item in made.to_dict()["candidates"][:2]] == [2, 1]
 
 
 def test_excluded_workers_are_named_and_not_candidates() -> None:

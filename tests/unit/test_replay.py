@@ -141,6 +141,13 @@ def test_parquet_without_pyarrow_says_how_to_install_it(
         write_records(tmp_path / "records.parquet", lines)
 
 
+def test_a_number_that_parquet_cannot_hold_is_a_typed_error(tmp_path: Path, records: list[dict[str, Any]]) -> None:
+    pytest.importorskip("pyarrow")
+    line = json.dumps({**records[0], "price_ns": 1 << 70})
+    with pytest.raises(RequestError, match=r"use \.jsonl"):
+        write_records(tmp_path / "records.parquet", [line])
+
+
 @pytest.mark.parametrize(
     ("name", "text", "named"),
     [

@@ -131,6 +131,8 @@ def test_the_outcome_of_the_second_part_is_not_taken_for_that_of_the_decision() 
     record = core.record(route.request_id)
     assert record is not None
     assert record.outcome is None
+    assert record.to_dict()["decoder"] == str(key(1))
+    assert any("after the first token to w001@1" in line for line in core.explain(route.request_id))
     core.outcome(replace(outcome, decision_id=route.decision_id, tokens_redone=1610))
     record = core.record(route.request_id)
     assert record is not None
