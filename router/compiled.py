@@ -40,6 +40,7 @@ INLINED = (
     kernel._before,
     kernel._turn,
     kernel._pair_of,
+    kernel._stripes_floor,
 )
 """What the loops call."""
 
@@ -60,6 +61,7 @@ attempt says so."""
 _TABLE, _LIST = "float64[:,::1]", "float64[::1]"
 _REDO = f"({_TABLE}, {_TABLE}, {_TABLE}, {_LIST})"
 _LOAD = f"({_TABLE}, {_TABLE}, {_TABLE}, {_LIST}, {_TABLE}, int64, float64, float64)"
+_STRIPES = f"({_TABLE}, {_TABLE}, {_TABLE}, {_LIST}, {_TABLE}, int64, int64)"
 
 
 class Kernels(NamedTuple):
@@ -67,6 +69,7 @@ class Kernels(NamedTuple):
 
     score_redo: Callable[..., Any]
     best_load: Callable[..., Any]
+    stripes_reach: Callable[..., Any]
 
 
 @cache
@@ -76,7 +79,11 @@ def kernels() -> Kernels:
 
     for scalar in INLINED:
         register_jitable(scalar)
-    return Kernels(compile_loop(kernel.score_redo, _REDO), compile_loop(kernel.best_load, _LOAD))
+    return Kernels(
+        compile_loop(kernel.score_redo, _REDO),
+        compile_loop(kernel.best_load, _LOAD),
+        compile_loop(kernel.stripes_reach, _STRIPES),
+    )
 
 
 def compile_loop(function: Callable[..., Any], signature: str) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from kvpool.types import RequestId, WorkerKey
 from router import cost
 from router.compiled import kernels
 from router.cost import Pair, Price
-from router.kernel import OWN, REDO, WAIT, Floats, LoadCost, SplitCost, least_ns
+from router.kernel import OWN, REDO, WAIT, Floats, LoadCost, SplitCost
 from router.planning import Params, Promise, build_plan, build_promise, build_striped_plan
 from router.scores import Case, open_case
 from router.signals import Holding, RequestView, Snapshot
@@ -120,6 +120,10 @@ class _Choice(NamedTuple):
     kind: PlanKind = PlanKind.REDO
     cost: LoadCost | SplitCost = (0.0, 0.0, 0.0, 0, 0.0)
     byte_ns: float = 0.0
+
+    def ttft_ns(self, case: Case) -> float:
+        """Expected time to the first token."""
+        return self.cost[0] if self.source is not None else case.wait_ns(self.position) + self.gpu_ns
 
     def price(self, case: Case) -> Price:
         """What it costs."""
@@ -225,46 +229,40 @@ def _price_more(case: Case, tried: list[Tried], priced: list[LoadPrice]) -> None
 def _best_stripes(case: Case, choice: _Choice, priced: list[LoadPrice]) -> tuple[_Choice, Stripes | None, float | None]:
     """The better of a choice and loading from several holders, on the worker that is best without that and on the one
     that is free first; appends what was priced, and returns the least score of what was not."""
-    columns, best, floor = case.snapshot.columns, None, None
-    for position in dict.fromkeys((choice.position, _first_free(case))):
-        readable = [item for item in case.held if item.position != position and columns.holder.item(item.position)]
-        for blocks in _shared_lengths(readable, case.own_blocks(position), case.snapshot.features.stripes):
-            sources = [item for item in readable if item.blocks >= blocks]
-            pair = case.pair(position, sources[0])._replace(held_blocks=blocks)
-            enough = choice.score - MIN_GAIN * choice.price(case).ttft_ns
-            bound = _stripes_floor(case, position, sources, pair)
-            if bound >= enough:
-                floor = bound if floor is None else min(floor, bound)
-                continue
-            if len(sources) > MAX_HOLDERS:
-                sources = _least_busy(case, sources, choice.source)
-            found = _stripes_on(case, position, sources, pair)
-            if found is None:
-                continue
-            price, first = found.price, found.ways[0].holding
-            priced.append(LoadPrice(position, first, price, len(found.ways)))
-            score = case.score_ns(position, price.ttft_ns, price.gpu_ns)
-            if score < enough:
-                requests, turn, cost = columns.requests.item(position), case.turn(position), _cost(price)
-                choice = _Choice(score, price.gpu_ns, requests, turn, position, first, price.kind, cost, found.byte_ns)
-                best = found
-    return choice, best, floor
+    columns, most = case.snapshot.columns, case.snapshot.features.stripes
+    reach = np.empty((2 * (most - 1), 3))
+    count, least = kernels().stripes_reach(
+        columns.table, case.work, case.kept, case.sheet, reach, choice.position, most
+    )
+    best: Stripes | None = None
+    if least >= _worth(case, choice):  # mostly
+        return choice, best, least if count else None
+    floor = math.inf
+    for place, length, bound in reach[:count].tolist():
+        if bound >= _worth(case, choice):
+            floor = min(floor, bound)
+            continue
+        position, blocks = int(place), int(length)
+        others = [item for item in case.held if item.blocks >= blocks and item.position != position]
+        sources = [item for item in others if columns.holder.item(item.position)]
+        if len(sources) > MAX_HOLDERS:
+            sources = _least_busy(case, sources, choice.source)
+        found = _stripes_on(case, position, sources, case.pair(position, sources[0])._replace(held_blocks=blocks))
+        if found is None:
+            continue
+        price, first = found.price, found.ways[0].holding
+        priced.append(LoadPrice(position, first, price, len(found.ways)))
+        score = case.score_ns(position, price.ttft_ns, price.gpu_ns)
+        if score < _worth(case, choice):
+            requests, turn, cost = columns.requests.item(position), case.turn(position), _cost(price)
+            choice = _Choice(score, price.gpu_ns, requests, turn, position, first, price.kind, cost, found.byte_ns)
+            best = found
+    return choice, best, floor if floor < math.inf else None
 
 
-def _first_free(case: Case) -> int:
-    """The worker whose GPU and way in are free first; the first in the request's order among equals."""
-    columns, now_ns = case.snapshot.columns, case.snapshot.now_ns
-    free = np.maximum(case.kept[WAIT], columns.in_free_ns - now_ns)
-    equal = (free == free.min()).nonzero()[0]
-    if len(equal) > 1:
-        equal = equal[case.turns(equal).argmin() :]
-    return int(equal[0])
-
-
-def _shared_lengths(readable: list[Holding], own: int, most: int) -> list[int]:
-    """The longest lengths that two or more holders have, less than ``most``, each more than ``own``."""
-    longest = sorted((item.blocks for item in readable), reverse=True)[1:]
-    return [blocks for blocks in dict.fromkeys(longest) if blocks > own][: most - 1]
+def _worth(case: Case, choice: _Choice) -> float:
+    """What a load from several holders must stay below to be taken."""
+    return choice.score - MIN_GAIN * choice.ttft_ns(case)
 
 
 def _least_busy(case: Case, sources: list[Holding], best: Holding | None) -> list[Holding]:
@@ -288,19 +286,6 @@ def _stripes_on(case: Case, position: int, sources: list[Holding], pair: Pair) -
         most=snapshot.features.stripes,
         together=snapshot.together.get(snapshot.workers[position].key, 1.0),
     )
-
-
-def _stripes_floor(case: Case, position: int, sources: list[Holding], pair: Pair) -> float:
-    """No plan over several of these holders scores less on a worker: as if all that may take part had the best link."""
-    snapshot, columns = case.snapshot, case.snapshot.columns
-    links = [snapshot.links.best(tier) for tier in {item.tier for item in sources}]
-    start_ns = max(0.0, columns.in_free_ns.item(position) - snapshot.now_ns) + min(link.alpha_ns for link in links)
-    block_ns = snapshot.footprint.block_bytes * min(link.byte_ns for link in links) / snapshot.features.stripes
-    together = pair._replace(start_ns=start_ns, block_ns=block_ns)
-    rest_ns = columns.curve(position).time_ns(
-        pair.total_tokens - pair.held_blocks * pair.block_tokens, pair.held_blocks * pair.block_tokens
-    )
-    return case.score_ns(position, least_ns(together, snapshot.features.split), rest_ns)
 
 
 def _way(case: Case, position: int, source: Holding) -> Way:

@@ -1,9 +1,8 @@
 """The arithmetic of prices and of the search: scalars in loops, which `router.compiled` makes machine code of.  (pure)
 
 Everything here is plain Python that numba understands, and gives the same numbers either way. Prices of one worker and
-one holder (`cost_of_load`, `cost_of_split`) are called by whoever prices one pair, and inlined by the loops over all
-workers (`score_redo`, `best_load`). With ``W`` the wait for the GPU, ``P(u|c)`` the prefill curve, ``L(m)`` the moment
-at which the prefix is whole up to block ``m``:
+one holder are called by whoever prices one pair, and inlined by the loops over all workers. With ``W`` the wait for the
+GPU, ``P(u|c)`` the prefill curve, ``L(m)`` the moment at which the prefix is whole up to block ``m``:
 
     redo            W + P(n−o | o)                             o = own prefix
     load up to m    max(W, L(m)) + P(n−m | m)                  L(m) = start + (m−o)·block
@@ -14,8 +13,7 @@ further token costs s/β and saves a + b·m, which grows. So the best boundary i
 is free, or everything the holder has. With probability p a load fails, is noticed, and what is missing is redone; a
 split that fails costs its help only.
 
-All of it stands in one file on purpose: numba keeps compiled code by the file of the function that was compiled, and
-would not notice a change in another one.
+All in one file: numba keeps compiled code by the file of the compiled function, and would not notice another's change.
 """
 
 from __future__ import annotations
@@ -31,43 +29,28 @@ Floats = NDArray[np.float64]
 # Rows of the table of all workers; see `router.signals.Columns`.
 CLOSED, HOLDER, RANK, REPORTED, GPU_FREE, IN_FREE, OUT_FREE, REQUESTS = range(8)
 QUEUED, EMPTY, ARRIVALS, TURNOVER, PRESSURE, T0, TOKEN, PAIR = range(8, 16)
-TABLE_ROWS = 16
 
 # Rows of what a decision works with, and of what its record keeps; see `score_redo`.
 READ, READ_REDO, FILL, CROWD, KEEP = range(5)
-WORK_ROWS = 5
 WAIT, REDO, OWN = range(3)
-KEPT_ROWS = 3
 
 # Columns of a holder in the sheet; see `score_redo`.
 POSITION, BLOCKS, TIER, BOUND = range(4)
-HELD_COLUMNS = 4
+TABLE_ROWS, WORK_ROWS, KEPT_ROWS, HELD_COLUMNS = 16, 5, 3, 4
 DEVICE, HOST, DISK = 0.0, 1.0, 2.0
 
-
-ROUNDING = 1.0 + 1e-12
-"""Bounds and prices are computed in different orders; a plan is passed over when its bound is above by more."""
-
-
-TERMS = 25
-"""How many numbers `Terms` are."""
+TERMS = 25  # numbers in `Terms`
+ROUNDING = 1.0 + 1e-12  # bounds and prices are computed in different orders
 
 
 class Terms(NamedTuple):
     """What is the same for every worker in one decision; the loops get it as the beginning of the sheet.
 
-    Attributes:
-        now_ns, oldest_ns: the moment, and since when a report counts as missing.
-        unknown_ns: queue assumed for a worker whose report is missing.
-        total_tokens, chain_blocks: of the prompt.
-        block_tokens, block_bytes, fixed_bytes: see `router.signals.Footprint`.
-        notice_ns: time to notice that a load died.
-        ticket: turns the order of equal workers.
-        base, follow, cap_ns, share, share_limit, linger: see `router.planning.Harm`; ``follow`` is per arrival counted.
-        keep_ns: of each block that must leave, under a pressure of 1.
-        split: 1 when workers can split, else 0.
-        t0_ns, token_ns, pair_ns: a prefill curve no worker's is below.
-        device_alpha_ns … host_byte_ns: a link no link of the tier is better than.
+    The moment, and since when a report is missing and ``unknown_ns`` of queue are assumed; the prompt's length; the
+    bytes that move (`router.signals.Footprint`); the time to notice that a load died; what turns the order of equal
+    workers; `router.planning.Harm`, with ``follow`` per arrival counted and ``keep_ns`` per block that must leave under
+    a pressure of 1; 1 when workers can split; a prefill curve no worker's is below; links no link of a tier is better
+    than.
     """
 
     now_ns: float
@@ -104,8 +87,8 @@ class Pair(NamedTuple):
         wait_ns, redo_ns: W and P(n−o|o) of the worker.
         own_blocks, held_blocks: what the worker and the holder have, in blocks of ``block_tokens``.
         total_tokens: n.
-        start_ns, block_ns: when the first byte of a block can come (both ends of the link are free, α and what is
-            moved in any case are over), and the time of each block from there on.
+        start_ns, block_ns: when both ends of the link are free, α and what moves in any case are over, and the time of
+            each block from there on.
         failure: chance that the load fails.
         t0_ns, token_ns, pair_ns: the worker's prefill curve.
     """
@@ -124,12 +107,9 @@ class Pair(NamedTuple):
     pair_ns: float
 
 
-LoadCost = tuple[float, float, float, int, float]
-"""Expected and happy time to the first token, prefill time, boundary, end of the load: see `router.cost.Price`."""
-
-SplitCost = tuple[float, float, float, int, float, int]
-"""The same, and the tokens of the front."""
-
+Link = tuple[float, float]  # α, and time per byte
+LoadCost = tuple[float, float, float, int, float]  # as in `router.cost.Price`, from ``ttft_ns`` to ``load_ns``
+SplitCost = tuple[float, float, float, int, float, int]  # and the tokens of the front
 
 # -- one pair
 
@@ -330,9 +310,7 @@ def _score_waits(table: Floats, work: Floats, kept: Floats, terms: Terms) -> flo
 def _bound_holders(table: Floats, held: Floats, terms: Terms, least_wait: float) -> None:
     """The bound of a holder is that of a worker with the least wait, the fastest prefill, and the longest prefix that
     is shorter, over the best link."""
-    count = held.shape[0]
-    total, block_tokens = int(terms.total_tokens), int(terms.block_tokens)
-    shorter = 0
+    count, total, block_tokens, shorter = held.shape[0], int(terms.total_tokens), int(terms.block_tokens), 0
     for j in range(count - 1, -1, -1):
         position, blocks = int(held[j, POSITION]), int(held[j, BLOCKS])
         if j + 1 < count and int(held[j + 1, BLOCKS]) < blocks:
@@ -348,7 +326,7 @@ def _bound_holders(table: Floats, held: Floats, terms: Terms, least_wait: float)
         held[j, BOUND] = bound if table[HOLDER, position] > 0.0 and held[j, TIER] < DISK else math.inf
 
 
-def _best_link(tier: float, terms: Terms) -> tuple[float, float]:
+def _best_link(tier: float, terms: Terms) -> Link:
     if tier == DEVICE:
         return terms.device_alpha_ns, terms.device_byte_ns
     return terms.host_alpha_ns, terms.host_byte_ns
@@ -384,11 +362,7 @@ def _raise_bounds(table: Floats, held: Floats, terms: Terms, at: int, floor: flo
 
 def _before(a: float, b: float, c: float, other_a: float, other_b: float, other_c: float) -> bool:
     """(a, b, c) comes before the others."""
-    if a != other_a:
-        return a < other_a
-    if b != other_b:
-        return b < other_b
-    return c < other_c
+    return (a, b, c) < (other_a, other_b, other_c)
 
 
 def _turn(table: Floats, position: int, terms: Terms) -> int:
@@ -419,7 +393,7 @@ def best_load(
     assert 0 <= at < held.shape[0]
     total, split = int(terms.total_tokens), terms.split > 0.0
     blocks, out_ns = int(held[at, BLOCKS]), _backlog(table, int(held[at, POSITION]), terms)
-    alpha, byte = _best_link(held[at, TIER], terms)
+    best_link = _best_link(held[at, TIER], terms)
     best, best_gpu, best_requests, best_turn, position, splits = math.inf, math.inf, math.inf, 0, -1, False
     others, group = math.inf, math.inf  # the least of other workers; of what any holder as long could give
     for i in range(table.shape[1]):
@@ -434,12 +408,12 @@ def best_load(
         harm = min(rest, terms.cap_ns) * crowd + keep
         bound = wait + rest + harm
         if bound <= ceiling:
-            bound = least_ns(_pair_of(table, work, kept, terms, i, blocks, out_ns, alpha, byte, 0.0), split) + harm
+            bound = least_ns(_pair_of(table, kept, terms, i, blocks, out_ns, best_link, 0.0), split) + harm
         group = min(group, bound)
         if bound > ceiling:
             others = min(others, bound)
             continue
-        pair = _pair_of(table, work, kept, terms, i, blocks, out_ns, row[0, i], row[1, i], failure)
+        pair = _pair_of(table, kept, terms, i, blocks, out_ns, (row[0, i], row[1, i]), failure)
         load = cost_of_load(pair, terms.notice_ns)
         score, gpu, this_splits = load[0] + min(load[2], terms.cap_ns) * crowd + keep, load[2], False
         if split:
@@ -457,30 +431,70 @@ def best_load(
     following, bound = _next_holder(table, held)
     load, tail = (math.inf, math.inf, 0.0, 0, 0.0), (math.inf, math.inf, 0.0, 0, 0.0, 0)
     if position >= 0:
-        byte_ns = row[1, position]
-        pair = _pair_of(table, work, kept, terms, position, blocks, out_ns, row[0, position], byte_ns, failure)
+        link = (row[0, position], row[1, position])
+        pair = _pair_of(table, kept, terms, position, blocks, out_ns, link, failure)
         load = cost_of_load(pair, terms.notice_ns)
         if split:
             tail = cost_of_split(pair)
     return best, best_gpu, best_requests, best_turn, position, splits, load, tail, others, following, bound
 
 
+def stripes_reach(
+    table: Floats, work: Floats, kept: Floats, sheet: Floats, found: Floats, chosen: int, most: int
+) -> tuple[int, float]:
+    """Where loads from several holders might pay: on a worker, and on the one whose GPU and way in are free first.
+
+    Args:
+        table, work, kept, sheet: as `score_redo` left them.
+        found: rows of worker, blocks and bound, written: for each worker the longest lengths that several holders
+            have, less than ``most``, and what plans over so many of the best links score there at least.
+        chosen, most: the worker, and the holders of one load.
+
+    Returns:
+        How many rows were written, and the least of these bounds.
+    """
+    terms, held, size = terms_of(sheet), held_of(sheet), table.shape[1]
+    assert work.shape[1] == kept.shape[1] == size
+    assert found.shape[0] >= 2 * (most - 1)
+    free, least, turn = chosen, math.inf, 0
+    for i in range(size):
+        ready = max(kept[WAIT, i], table[IN_FREE, i] - terms.now_ns)
+        if ready < least or (ready == least and _turn(table, i, terms) < turn):
+            free, least, turn = i, ready, _turn(table, i, terms)
+    count, bound = 0, math.inf
+    for i in (chosen, free):
+        lengths, last, several = 0, 0, False
+        for j in range(held.shape[0] if count == 0 or i != chosen else 0):
+            other, blocks = int(held[j, POSITION]), int(held[j, BLOCKS])
+            if blocks <= kept[OWN, i] or lengths == most - 1:
+                break
+            if other == i or table[HOLDER, other] == 0.0 or held[j, TIER] == DISK:
+                continue
+            if several and blocks != last:
+                found[count, 0], found[count, 1] = i, blocks
+                found[count, 2] = _stripes_floor(table, work, kept, terms, i, blocks, most)
+                bound = min(bound, found[count, 2])
+                count, lengths, last = count + 1, lengths + 1, blocks
+            several = True
+    return count, bound
+
+
+def _stripes_floor(table: Floats, work: Floats, kept: Floats, terms: Terms, i: int, blocks: int, most: int) -> float:
+    """No plan over ``most`` holders scores less; what moves in any case is not counted for them."""
+    byte = min(terms.device_byte_ns, terms.host_byte_ns) / most
+    alpha = min(terms.device_alpha_ns, terms.host_alpha_ns) - terms.fixed_bytes * byte
+    pair = _pair_of(table, kept, terms, i, blocks, 0.0, (alpha, byte), 0.0)
+    rest = prefill_ns(pair.t0_ns, pair.token_ns, pair.pair_ns, pair.total_tokens, blocks * pair.block_tokens)
+    harm: float = min(rest, terms.cap_ns) * work[CROWD, i] + work[KEEP, i]
+    return least_ns(pair, terms.split > 0.0) + harm
+
+
 def _pair_of(
-    table: Floats,
-    work: Floats,
-    kept: Floats,
-    terms: Terms,
-    i: int,
-    blocks: int,
-    out_ns: float,
-    alpha_ns: float,
-    byte_ns: float,
-    failure: float,
+    table: Floats, kept: Floats, terms: Terms, i: int, blocks: int, out_ns: float, link: Link, failure: float
 ) -> Pair:
     """The worker ``i`` and a holder of so many blocks whose way out is promised for ``out_ns``."""
     backlog = max(out_ns, table[IN_FREE, i] - terms.now_ns)
-    start_ns, block_ns = backlog + alpha_ns + terms.fixed_bytes * byte_ns, terms.block_bytes * byte_ns
+    start_ns, block_ns = backlog + link[0] + terms.fixed_bytes * link[1], terms.block_bytes * link[1]
     total, block_tokens, own = int(terms.total_tokens), int(terms.block_tokens), int(kept[OWN, i])
-    wait, redo = kept[WAIT, i], kept[REDO, i]
-    t0, token, pair = table[T0, i], table[TOKEN, i], table[PAIR, i]
+    wait, redo, t0, token, pair = kept[WAIT, i], kept[REDO, i], table[T0, i], table[TOKEN, i], table[PAIR, i]
     return Pair(wait, redo, own, blocks, total, block_tokens, start_ns, block_ns, failure, t0, token, pair)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvpool.errors import UnavailableError
 from kvpool.types import Tier
@@ -108,10 +107,6 @@ class Case:
         """Place of the worker in this request's order."""
         rank = int(self.snapshot.columns.rank.item(position))
         return (rank - _ticket(self.request)) % len(self.snapshot.workers)
-
-    def turns(self, positions: NDArray[np.intp]) -> Floats:
-        """The same of several workers."""
-        return (self.snapshot.columns.rank[positions] - _ticket(self.request)) % len(self.snapshot.workers)
 
 
 def open_case(request: RequestView, snapshot: Snapshot, params: Params, *, own_memory: bool = True) -> Case:

@@ -40,7 +40,7 @@ def test_no_call_compiles_later() -> None:
 def test_arrays_that_do_not_fit_are_refused() -> None:
     table, work, kept = (np.zeros((rows, 3)) for rows in (kernel.TABLE_ROWS, kernel.WORK_ROWS, kernel.KEPT_ROWS))
     sheet = np.zeros(kernel.TERMS + kernel.HELD_COLUMNS)
-    score_redo, best_load = compiled.kernels()
+    score_redo, best_load, stripes_reach = compiled.kernels()
     for wrong in (np.zeros((kernel.KEPT_ROWS, 2)), np.zeros((kernel.KEPT_ROWS, 4))):
         with pytest.raises(AssertionError):
             score_redo(table, work, wrong, sheet)
@@ -50,11 +50,13 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     for row, at in ((np.zeros((2, 2)), 0), (np.zeros((2, 3)), 1), (np.zeros((2, 3)), -1)):
         with pytest.raises(AssertionError):
             best_load(table, work, kept, sheet, row, at, 0.0, 1.0)
+    with pytest.raises(AssertionError):
+        stripes_reach(table, work, kept, sheet, np.zeros((5, 3)), 0, 4)
 
 
 def test_every_function_of_the_kernel_is_compiled_or_inlined() -> None:
     functions = {f for _, f in inspect.getmembers(kernel, inspect.isfunction) if f.__module__ == kernel.__name__}
-    assert functions == {*compiled.INLINED, kernel.score_redo, kernel.best_load}
+    assert functions == {*compiled.INLINED, kernel.score_redo, kernel.best_load, kernel.stripes_reach}
 
 
 def test_what_cannot_be_kept_is_compiled_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
