@@ -44,13 +44,22 @@ def block_hash(key: int) -> BlockHash:
 
 
 class Run:
-    """Consecutive blocks with one mask. Mutable, owned by the table; readers must not keep it."""
+    """Consecutive blocks with one mask. Mutable, owned by the table; readers must not keep it.
 
-    __slots__ = ("mask", "members")
+    ``first``, ``last`` and ``size`` repeat what ``members`` says: a lookup in a large table spends its time waiting for
+    memory, and these lie beside the mask.
+    """
+
+    __slots__ = ("first", "last", "mask", "members", "size")
 
     def __init__(self, mask: int, members: tuple[int, ...]) -> None:
         self.mask = mask
+        self.become(members)
+
+    def become(self, members: tuple[int, ...]) -> None:
+        """Consist of these blocks from now on."""
         self.members = members
+        self.first, self.last, self.size = members[0], members[-1], len(members)
 
 
 class MaskTable:
@@ -164,10 +173,9 @@ class MaskTable:
             if isinstance(found, int):
                 mask, stop = found, position + 1
             else:
-                mask, members = found.mask, found.members
-                stop = position + len(members)
-                if stop > length or members[0] != key or _from_bytes(chain[stop - 1]) != members[-1]:
-                    stop = _follow(chain, position, key, members)
+                mask, stop = found.mask, position + found.size
+                if stop > length or found.first != key or _from_bytes(chain[stop - 1]) != found.last:
+                    stop = _follow(chain, position, key, found.members)
             keep = alive & mask
             if keep != alive:
                 if position:
@@ -246,6 +254,8 @@ class MaskTable:
                 continue
             if found.mask <= 0 or len(found.members) < MIN_RUN_BLOCKS or key not in found.members:
                 raise InvariantViolation(f"run of {len(found.members)} blocks is malformed at {key:032x}")
+            if (found.first, found.last, found.size) != (found.members[0], found.members[-1], len(found.members)):
+                raise InvariantViolation(f"the run at {key:032x} does not say what its blocks are")
             if any(self._blocks.get(member) is not found for member in found.members):
                 raise InvariantViolation(f"a member of the run at {key:032x} belongs elsewhere")
 
@@ -298,7 +308,7 @@ class MaskTable:
         if other:
             self._put(run.mask, other)
         if len(keep) >= MIN_RUN_BLOCKS:
-            run.members = keep
+            run.become(keep)
         elif keep:
             self._put(run.mask, keep)
 
