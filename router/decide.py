@@ -139,14 +139,14 @@ def decide(request: RequestView, snapshot: Snapshot, params: Params) -> Decision
         UnavailableError: no worker can take it.
     """
     case = open_case(request, snapshot, params)
-    choice, floor, stripes = _Choice(*case.redo[:5]), None, None
+    choice, floor, stripes = _Choice(*case.redo[:5]), math.inf, None
     tried: list[Tried] = []
     priced: list[LoadPrice] = []
     if params.loads and case.held and snapshot.features.load:
         choice, floor = _best_load(case, choice, tried)
         if snapshot.features.stripes > 1 and len(case.held) > 1:
             choice, stripes, left = _best_stripes(case, choice, priced)
-            floor = min((item for item in (floor, left) if item is not None), default=None)
+            floor = min(floor, left)
         if params.priced_pairs:
             _price_more(case, tried, priced)
     position = choice.position
@@ -170,16 +170,16 @@ def decide(request: RequestView, snapshot: Snapshot, params: Params) -> Decision
         promise,
         own,
         len(case.held),
-        floor,
+        floor if floor < math.inf else None,
         None if stripes is None else (stripes.start_ns, stripes.byte_ns),
     )
 
 
-def _best_load(case: Case, choice: _Choice, tried: list[Tried]) -> tuple[_Choice, float | None]:
+def _best_load(case: Case, choice: _Choice, tried: list[Tried]) -> tuple[_Choice, float]:
     """The best of a choice and all loads; appends every holder that was tried.
 
     Returns:
-        The best choice, and the least score that any other load could have had.
+        The best choice, and the least score that any other load could have had, inf without any.
     """
     snapshot, best_load = case.snapshot, kernels().best_load
     now_ns, table = snapshot.now_ns, snapshot.columns.table
@@ -204,7 +204,7 @@ def _best_load(case: Case, choice: _Choice, tried: list[Tried]) -> tuple[_Choice
             choice = _Choice(score, gpu_ns, requests, turn, position, source, kind, price, byte_ns)
     if at >= 0:
         floor = min(floor, bound)
-    return choice, floor if floor < math.inf else None
+    return choice, floor
 
 
 def _price_more(case: Case, tried: list[Tried], priced: list[LoadPrice]) -> None:
@@ -226,7 +226,7 @@ def _price_more(case: Case, tried: list[Tried], priced: list[LoadPrice]) -> None
         priced += [item for _, item in found[:missing]]
 
 
-def _best_stripes(case: Case, choice: _Choice, priced: list[LoadPrice]) -> tuple[_Choice, Stripes | None, float | None]:
+def _best_stripes(case: Case, choice: _Choice, priced: list[LoadPrice]) -> tuple[_Choice, Stripes | None, float]:
     """The better of a choice and loading from several holders, on the worker that is best without that and on the one
     that is free first; appends what was priced, and returns the least score of what was not."""
     columns, most = case.snapshot.columns, case.snapshot.features.stripes
@@ -236,7 +236,7 @@ def _best_stripes(case: Case, choice: _Choice, priced: list[LoadPrice]) -> tuple
     )
     best: Stripes | None = None
     if least >= _worth(case, choice):  # mostly
-        return choice, best, least if count else None
+        return choice, best, least
     floor = math.inf
     for place, length, bound in reach[:count].tolist():
         if bound >= _worth(case, choice):
@@ -257,7 +257,7 @@ def _best_stripes(case: Case, choice: _Choice, priced: list[LoadPrice]) -> tuple
             requests, turn, cost = columns.requests.item(position), case.turn(position), _cost(price)
             choice = _Choice(score, price.gpu_ns, requests, turn, position, first, price.kind, cost, found.byte_ns)
             best = found
-    return choice, best, floor if floor < math.inf else None
+    return choice, best, floor
 
 
 def _worth(case: Case, choice: _Choice) -> float:
