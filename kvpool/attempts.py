@@ -166,6 +166,7 @@ class Attempts:
         one = replace(request, sampling=sampling, hands_over=not last)
         following = asyncio.ensure_future(self._connection.follow(request, part, self._remaining_s()))
         stats: RequestStats | None = None
+        handed_over = False
         try:
             async with contextlib.aclosing(self._stream(route, one)) as chunks:
                 async for chunk in chunks:
@@ -178,9 +179,12 @@ class Attempts:
                     yield replace(chunk, finish=None, stats=None)
             # The last blocks were offered with the first token; they are on their way.
             await asyncio.wait({following}, timeout=min(HAND_OVER_WAIT_S, self._remaining_s()))
+            handed_over = True
         finally:
             await _give_up(following)
             self._connection.unfollow(part)
+            if not handed_over:
+                self._connection.give_back(route)  # the decode worker is not waiting for anything
         plan = part.plan._replace(patient=False)
         second = Route(
             route.request_id, part.decision_id, part.worker.worker_id, part.worker, part.control_address, plan

@@ -151,6 +151,18 @@ def test_the_worker_that_handed_the_request_over_and_has_not_put_it_away_yet_is_
     assert _ask(cluster).tokens == (1, 0, 0)
 
 
+@pytest.mark.parametrize(
+    ("first", "given_back"),
+    [([5], 0), ([FinishReason.STOP], 1), ([UnavailableError("died")], 1)],
+    ids=["goes on", "is over", "fails"],
+)
+def test_a_hand_over_that_does_not_come_about_is_given_back(first: list[Any], given_back: int) -> None:
+    cluster = Cluster(first)
+    cluster.handing_over = True
+    assert _ask(cluster).finish is not None
+    assert [route.worker for route in cluster.given_back] == [cluster.keys[0]] * given_back
+
+
 def test_a_queued_request_asks_again_until_the_last_moment_of_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "FIRST_BACKOFF_S", 60.0)
     cluster = Cluster()
