@@ -89,6 +89,16 @@ class BlockTable:
         """Blocks a load brought that may not be offered yet, in order."""
         return sorted(index for index, (_, state) in self._pages.items() if state is PageState.ARRIVED)
 
+    def late(self, computed_tokens: int) -> list[int]:
+        """Blocks that a view of ``computed_tokens`` tokens holds whole, whose page a load may still write, in order."""
+        held = computed_tokens // self.block_tokens
+        return [index for index in sorted((*self.arrived(), *self.flying())) if index < held]
+
+    def lacks(self, index: int, block_hash: BlockHash) -> bool:
+        """This block is the chain's, and cannot be read yet."""
+        mine = index < len(self.chain) and self.chain[index] == block_hash
+        return mine and self.state(index) not in READABLE
+
     def assign(self, indices: Sequence[int], block_ids: Sequence[BlockId]) -> None:
         """Give blank pages to blocks that have none."""
         for index, block_id in zip(indices, block_ids, strict=True):

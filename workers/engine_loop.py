@@ -316,7 +316,8 @@ class EngineLoop:
         ending = {active.sequence.request_id for active, _ in finished}
         with parts.lock:
             for sequence in (work.sequence for work in works):
-                if sequence.request_id in ending or sequence.request.hands_over:
+                ends_here = sequence.request_id in ending
+                if ends_here or sequence.request.hands_over or parts.scheduler.awaited(sequence):
                     parts.scheduler.rescue(sequence)
         for work in works:
             parts.bridge.seal(work.sequence)

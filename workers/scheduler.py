@@ -116,14 +116,18 @@ class Scheduler:
         return sequence.leave_view()
 
     def rescue(self, sequence: Sequence) -> None:
-        """The sequence ends, or somebody follows what it computes: what its view holds of blocks whose pages a load may
-        still write gets other pages, as far as there is room, so that it can be sealed now."""
-        table = sequence.table
-        held = sequence.computed_tokens // table.block_tokens
-        room = max(0, self._blocks.available_blocks - len(self._running))
-        late = [index for index in sorted((*table.arrived(), *table.flying())) if index < held][:room]
+        """The sequence ends, or somebody counts on what it computes: what its view holds of blocks whose pages a load
+        may still write gets other pages, as far as there is room, so that it can be sealed now."""
+        table, room = sequence.table, max(0, self._blocks.available_blocks - len(self._running))
+        late = table.late(sequence.computed_tokens)[:room]
         self._blocks.release(table.detach(late))
         self._assign(sequence, late)
+
+    def awaited(self, sequence: Sequence) -> bool:
+        """Another one lacks what `rescue` would free."""
+        late = sequence.table.late(sequence.computed_tokens) if sequence.flight is not None else []
+        twins = [other.table for other in self._running + self._waiting if other is not sequence]
+        return bool(late) and any(table.lacks(late[0], sequence.table.chain[late[0]]) for table in twins)
 
     def defer(self, sequence: Sequence) -> bool:
         """The engine has no memory for this sequence's view: it waits, with its pages, until another one ends.
@@ -281,7 +285,7 @@ class Scheduler:
         beat.work.append(Work(sequence, first, fill, start, count, samples))
         beat.prefills += 1
         beat.budget -= count
-        beat.claimed.update(dict.fromkeys(table.chain[start // size : (start + count) // size], sequence))
+        beat.claimed.update(dict.fromkeys(table.chain[first : (start + count) // size], sequence))
 
     def _count(self, sequence: Sequence, start: int, beat: _Beat, *, idle: bool) -> int:
         """Tokens to compute from ``start`` on; 0 to wait for a load."""
@@ -422,7 +426,7 @@ class Scheduler:
             needed += len(self._running)
         behind = self._waiting[self._waiting.index(sequence) + 1 :]
         held = sum(len(other.table.pages()) for other in behind)
-        if self._coming_blocks() + held >= needed:
+        if self._blocks.available_blocks + self._book.returning_blocks() + held >= needed:
             self._reclaim(reversed(behind), needed)
         return self._blocks.available_blocks >= needed and self._assign(sequence, missing)
 
@@ -447,12 +451,9 @@ class Scheduler:
         """Waiting requests give their pages back until ``needed`` are available, or will be: those in flight return
         later, and nobody else has to give any meanwhile."""
         for other in waiting:
-            if self._coming_blocks() >= needed:
+            if self._blocks.available_blocks + self._book.returning_blocks() >= needed:
                 return
             self._let_go(other)
-
-    def _coming_blocks(self) -> int:
-        return self._blocks.available_blocks + self._book.returning_blocks()
 
     def _assign(self, sequence: Sequence, missing: Seq[int]) -> bool:
         if not missing:

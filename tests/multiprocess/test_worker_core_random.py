@@ -33,6 +33,7 @@ from kvpool.transport.shaping import CLEAR, LinkShape, ShapingTransport
 from kvpool.transport.ucx import UcxTransport
 from kvpool.types import RequestId, Tier, WorkerEpoch, WorkerId, WorkerKey
 from tests.engine_parity import WatchedTorch, save_random_model, tiny_llama
+from tests.multiprocess.cluster_kit import wait_until
 from tests.worker_support import (
     Collector,
     RecordingPublisher,
@@ -435,6 +436,30 @@ def test_what_is_computed_beside_a_load_is_offered_at_once_to_who_follows(fleet:
     assert offered[0] > 0, "the front, before the first token"
     assert reader.wait_idle(10 * SECOND_NS)
     assert len(reader.held_hashes()) == 16
+
+
+@pytest.mark.parametrize("kind", [PlanKind.LOAD, PlanKind.SPLIT])
+def test_what_one_computes_beside_a_load_another_does_not_compute_again(fleet: Fleet, kind: PlanKind) -> None:
+    document, reader = warm_document(fleet), fleet.cores[1]
+    engine = reader._parts.engine
+    assert isinstance(engine, WatchedFake)
+    reader._scheduler._config = SchedulerConfig()
+    reader.observe_prefills([PrefillSample(8, 0, 80_000_000), PrefillSample(64, 0, 640_000_000)])
+    fleet.links[1].shape(WorkerId("w0"), LinkShape(stalled=True))
+    plan = load_from_first(fleet, 16)._replace(kind=kind, predicted_load_ns=900_000_000)
+    requests = [make_request("long", document, 6, ignore_eos=True)]
+    requests.append(make_request("short", [*document[:16], 9], 6, ignore_eos=True))
+    sinks = [Collector() for _ in requests]
+    engine.running.clear()
+    reader.submit(requests[0], plan, "d", sinks[0])
+    wait_until(lambda: reader.status()["running"] == 1, 20, "the first chunk is computed")
+    reader.submit(requests[1], Plan(PlanKind.REDO), "d", sinks[1])
+    engine.running.set()
+    for request, sink in zip(requests, sinks, strict=True):
+        assert sink.result() == reference(request)
+    assert engine.computed_tokens == 64 + 5 + 1 + 5
+    assert reader.wait_idle(10 * SECOND_NS)
+    reader.check()
 
 
 def test_a_load_that_cannot_even_start_is_redone(fleet: Fleet) -> None:

@@ -425,6 +425,22 @@ def test_what_a_sequence_computed_into_pages_of_a_load_is_rescued_when_it_ends()
     assert bench.pool.available_blocks == 20
 
 
+def test_a_rescue_is_awaited_while_a_twin_lacks_what_it_frees() -> None:
+    bench = Bench(max_step_tokens=8)
+    bench.gate.observe(SIZE, SIZE)
+    plan = load_plan(0, 4)._replace(predicted_load_ns=10**6)
+    first = bench.submit("first", [*range(16), 90], plan)
+    bench.submit("stranger", range(200, 220), plan)
+    bench.beat()
+    assert first.computed_tokens
+    assert not bench.scheduler.awaited(first)
+    twin = bench.submit("twin", [*range(16), 91], plan)
+    assert bench.scheduler.awaited(first)
+    bench.scheduler.rescue(first)
+    assert not bench.scheduler.awaited(first)
+    assert not bench.scheduler.awaited(twin), "it computed nothing"
+
+
 def test_a_rescue_takes_what_room_there_is_and_preempts_nobody() -> None:
     bench = Bench(blocks=7)
     bench.gate.observe(SIZE, SIZE)

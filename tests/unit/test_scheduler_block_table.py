@@ -81,6 +81,18 @@ def test_only_pages_that_a_load_may_write_are_detached() -> None:
         made.detach([2])
 
 
+def test_what_a_view_holds_whole_is_late_while_a_load_may_write_its_page() -> None:
+    made = table(12, 7, 8, 9)
+    for index in (0, 1, 2):
+        made.move(index, PageState.FLYING)
+    made.move(1, PageState.ARRIVED)
+    assert (made.late(3), made.late(8), made.late(11), made.late(12)) == ([], [0, 1], [0, 1], [0, 1, 2])
+    assert made.lacks(0, made.chain[0])
+    assert not made.lacks(1, made.chain[1]), "it can be read"
+    assert not made.lacks(0, made.chain[1])
+    assert not made.lacks(3, made.chain[0])
+
+
 def test_impossible_moves_are_our_bug() -> None:
     made = table(8, 1, 2)
     with pytest.raises(InvariantViolation, match="cannot go from blank to filled"):
