@@ -68,7 +68,7 @@ class Terms(NamedTuple):
     cap_ns: float
     share: float
     share_limit: float
-    linger: float
+    beside: float
     keep_ns: float
     split: float
     t0_ns: float
@@ -277,31 +277,27 @@ def score_redo(
 def _score_waits(table: Floats, work: Floats, kept: Floats, terms: Terms) -> float:
     """Fills waits, prefills, crowds and keeps; returns the least wait."""
     size = table.shape[1]
-    came, queued, reachable, least = 0.0, 0.0, 0, math.inf
+    queued, reachable, least = 0.0, 0, math.inf
     for i in range(size):
         wait = max(table[GPU_FREE, i] - terms.now_ns, table[CLOSED, i])
         if table[REPORTED, i] < terms.oldest_ns:
             wait += terms.unknown_ns
         wait = max(wait, min(work[READ, i], wait + work[READ_REDO, i])) + work[FILL, i]
         kept[WAIT, i] = wait
-        came += table[ARRIVALS, i]
         if wait < math.inf:
             queued += table[ARRIVALS, i] * wait
             reachable += 1
         least = min(least, wait)
-    common, linger = terms.base, 0.0
+    common = terms.base
     if terms.share > 0.0 and reachable:
         common += min(terms.share_limit, terms.share * (queued * terms.follow) / reachable)
-    if terms.linger > 0.0:
-        linger = terms.linger * size / came
     total = terms.total_tokens
     for i in range(size):
         t0, token, pair, wait = table[T0, i], table[TOKEN, i], table[PAIR, i], kept[WAIT, i]
         cached = kept[OWN, i] * terms.block_tokens
         kept[REDO, i] = (pair * (0.5 * total) + token) * total + t0 - cached * (token + 0.5 * cached * pair)
-        arrivals = table[ARRIVALS, i]
-        crowd = arrivals * wait * terms.follow if wait < math.inf else 0.0
-        work[CROWD, i] = crowd + common + arrivals * linger
+        crowd = table[ARRIVALS, i] * wait * terms.follow if wait < math.inf else 0.0
+        work[CROWD, i] = crowd + common + table[REQUESTS, i] * terms.beside
         leaving = terms.chain_blocks - table[EMPTY, i] - kept[OWN, i]
         work[KEEP, i] = leaving * table[PRESSURE, i] * terms.keep_ns if leaving > 0.0 else 0.0
     return least

@@ -19,7 +19,7 @@ _REDO = PlanKind.REDO  # looking a member up takes longer than comparing with it
 class Harm:
     """What a plan costs others, beside its own time: with g ns of prefill, and e blocks that must leave the cache,
 
-        g' · (base + follow · rate · wait + linger · share + shared) + keep · e · redo · pressure,    g' = min(g, cap).
+        g' · (base + follow · rate · wait + beside · requests + shared) + keep · e · redo · pressure,  g' = min(g, cap).
 
     Whoever arrives at the worker before its queue has drained waits g longer; their number is the worker's recent
     arrival rate times the wait. So while nobody waits only ``base`` counts, and a queue makes long prefills gather on
@@ -27,16 +27,17 @@ class Harm:
     to everybody else. ``shared`` is a part of the mean of the middle term over all workers: when queues stand
     everywhere, capacity is scarce everywhere, and loads that spare it are worth waiting for.
 
-    What is computed on a worker brings the requests that continue it back there: ``linger`` sends new work away from
-    workers that got more than their share of the recent requests. And a cache that is full gives something up for
-    what comes: ``keep`` is the chance that it would have been used again, on a worker whose cache turns over as fast
-    as the mean; ``redo`` is the time to compute a block, ``pressure`` is `router.fleet.Fleet.pressure`.
+    Every request that is in flight on the worker decodes there, or soon will, and waits for its next token as long as a
+    prefill takes: ``beside`` is what that counts against waiting for a first token. And a cache that is full gives
+    something up for what comes: ``keep`` is the chance that it would have been used again, on a worker whose cache
+    turns over as fast as the mean; ``redo`` is the time to compute a block, ``pressure`` is
+    `router.fleet.Fleet.pressure`.
 
     Attributes:
         base: harm that is always there: capacity used is gone.
         follow: weight of those who follow.
         cap_ns: prefill time beyond which a request is not made to yield any further.
-        linger: weight of the worker's share of recent requests (1 is a fair share).
+        beside: weight of each request in flight on the worker.
         keep: weight of what must leave the cache.
         share: part of the mean crowd of all workers that counts on each; ``share_limit`` bounds it.
     """
@@ -46,16 +47,11 @@ class Harm:
     cap_ns: float = 1e9
     share: float = 0.0
     share_limit: float = 3.0
-    linger: float = 0.0
+    beside: float = 0.0
     keep: float = 0.0
 
-    @property
-    def zero(self) -> bool:
-        """Prefill time costs others nothing."""
-        return not (self.base or self.follow or self.linger)
 
-
-DEFAULT_HARM = Harm(follow=6.0, cap_ns=4e9, linger=0.2, keep=1.0, share=0.3)
+DEFAULT_HARM = Harm(follow=6.0, cap_ns=4e9, beside=0.03, keep=1.0, share=0.3)
 """Found by replaying parts of the conversation trace on two models, from light load to overload."""
 
 

@@ -181,7 +181,7 @@ def _sheet(request: RequestView, snapshot: Snapshot, params: Params, sources: li
         harm.cap_ns,
         harm.share,
         harm.share_limit,
-        harm.linger,
+        harm.beside,
         harm.keep * footprint.block_tokens * fastest.token_ns,
         snapshot.features.split,
         fastest.t0_ns,

@@ -39,7 +39,7 @@ KNOBS = (
     Knob("harm.base", 0.0, 2.0),
     Knob("harm.follow", 0.0, 32.0),
     Knob("harm.cap_ns", 1e8, 2e10, log=True),
-    Knob("harm.linger", 0.0, 1.0),
+    Knob("harm.beside", 0.0, 0.5),
     Knob("harm.keep", 0.0, 4.0),
     Knob("costs.notice_ns", 2e7, 2e9, log=True),
 )

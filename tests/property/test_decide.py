@@ -62,7 +62,7 @@ harms = st.builds(
     follow=st.floats(0.0, 3.0),
     cap_ns=st.floats(1.0, 1e11),
     share=st.floats(0.0, 1.0),
-    linger=st.floats(0.0, 1.0),
+    beside=st.floats(0.0, 1.0),
     keep=st.sampled_from([0.0, 0.5, 3.0]),
 )
 PLAIN = Params(harm=Harm())
@@ -364,8 +364,7 @@ def _score(shot: Snapshot, harm: Harm, position: int, ttft_ns: float, gpu_ns: fl
     columns, waits = shot.columns, _waits(shot)
     follow = [float(columns.arrivals[i]) * shot.arrival_scale * harm.follow * wait for i, wait in enumerate(waits)]
     shared = min(harm.share_limit, harm.share * sum(follow) / len(follow))
-    share = float(columns.arrivals[position]) * len(waits) / float(columns.arrivals.sum() or math.inf)
-    crowd = harm.base + follow[position] + harm.linger * share + shared
+    crowd = harm.base + follow[position] + harm.beside * float(columns.requests[position]) + shared
     own = next((item.blocks for item in holdings(request(), shot) if item.position == position), 0)
     leaving = max(0.0, 100 - float(columns.empty_blocks[position]) - own)
     redo = 16 * float(columns.token_ns.min())

@@ -303,11 +303,18 @@ def test_what_lies_on_another_workers_disk_is_not_loaded_from_there() -> None:
     assert [(piece.start, piece.stop, piece.tier) for piece in plan.loads] == [(0, 60, Tier.HOST)]
 
 
-def test_new_work_spreads_away_from_workers_that_got_more_than_their_share() -> None:
-    shot = snapshot([Worker(0), Worker(1, wait_ns=0.01 * S)])
-    shot.columns.arrivals[:] = (3.0, 1.0)
+def test_a_prefill_goes_where_it_holds_up_fewer_requests_that_decode() -> None:
+    shot = snapshot([Worker(0, requests=9), Worker(1, wait_ns=0.01 * S, requests=1)])
     assert decide(request(), shot, PARAMS_WITHOUT_HARM).worker == key(0)
-    assert decide(request(), shot, Params(harm=Harm(linger=0.5))).worker == key(1)
+    assert decide(request(), shot, Params(harm=Harm(beside=0.03))).worker == key(1)
+    assert decide(request(), shot, PARAMS).worker == key(1)
+
+
+def test_requests_that_decode_do_not_drive_a_prompt_from_its_prefix() -> None:
+    workers = [Worker(0, blocks=80, requests=30), Worker(1, requests=1)]
+    assert decide(request(), snapshot(workers, links=LinkCurve(1e12, 1e6)), PARAMS).worker == key(0)
+    made = decide(request(), snapshot(workers), PARAMS)  # over a fast link it takes the prefix along
+    assert (made.worker, made.plan.kind) == (key(1), PlanKind.LOAD)
 
 
 def test_queues_everywhere_make_a_load_that_spares_prefill_worth_waiting_for() -> None:
