@@ -3,14 +3,16 @@
 The first process on a machine compiles (seconds), later ones load what it kept beside the source, or in the user's
 cache directory (a fraction of a second). Whoever serves requests calls `kernels` before the first; signatures are
 stated, so no call compiles later. Processes may compile at the same time: each writes a file of its own and renames it.
-Where nothing can be kept every process compiles for itself; what was kept and cannot be read is replaced.
+Where nothing can be kept every process compiles for itself; what was kept and is not as it was written is replaced.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import pickle
+import zlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -87,35 +89,47 @@ def kernels() -> Kernels:
 
 
 def compile_loop(function: Callable[..., Any], signature: str) -> Callable[..., Any]:
-    """A function as machine code for these arguments, from what an earlier process kept where possible. What cannot be
-    read is removed, or every process after this one would compile for itself."""
+    """A function as machine code for these arguments, from what an earlier process kept where possible."""
     from numba import njit
 
     try:
-        return njit(signature, cache=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+        _remove_damaged(function)
+        made = njit(signature, cache=True, error_model="numpy")(function)
+        with contextlib.suppress(OSError):  # without a sum, or when another process replaces it now, the next compiles
+            for path in _kept(function):
+                _sum_of(path).write_bytes(_crc(path))
     except _NOT_KEPT as error:
-        reason = f"{type(error).__name__}: {error}"
-    try:
-        if _remove_kept(function):
-            log.warning("what was kept of %s is compiled anew: %s", function.__name__, reason)
-            return njit(signature, cache=True, error_model="numpy")(function)  # type: ignore[no-any-return]
-    except _NOT_KEPT as error:
-        reason = f"{type(error).__name__}: {error}"
-    log.warning("compiling %s without a cache: %s", function.__name__, reason)
-    return njit(signature, error_model="numpy")(function)  # type: ignore[no-any-return]
+        log.warning("compiling %s without a cache: %s: %s", function.__name__, type(error).__name__, error)
+        return njit(signature, error_model="numpy")(function)  # type: ignore[no-any-return]
+    return made  # type: ignore[no-any-return]
 
 
-def _remove_kept(function: Callable[..., Any]) -> int:
-    """Remove the files numba kept of a function; how many there were.
+def _remove_damaged(function: Callable[..., Any]) -> None:
+    """Remove what was kept of a function when a part of it is not what was written: numba has no checksums, and code
+    with a hole in it ends the process, at every start."""
+    kept = _kept(function)
+    if all(_sum_of(path).is_file() and _sum_of(path).read_bytes() == _crc(path) for path in kept):
+        return
+    log.warning("what was kept of %s is damaged or unfinished, it is compiled anew", function.__name__)
+    for path in kept:
+        path.unlink(missing_ok=True)
+
+
+def _kept(function: Callable[..., Any]) -> list[Path]:
+    """The files that numba keeps of a function.
 
     Raises:
-        OSError: one cannot be removed.
         RuntimeError: there is nowhere to keep them.
     """
     from numba import njit
 
     folder = Path(njit(cache=True)(function).stats.cache_path)
-    found = [*folder.glob(f"{Path(inspect.getfile(function)).stem}.{function.__qualname__}-*.nb[ic]")]
-    for path in found:
-        path.unlink(missing_ok=True)
-    return len(found)
+    return sorted(folder.glob(f"{Path(inspect.getfile(function)).stem}.{function.__qualname__}-*.nb[ic]"))
+
+
+def _sum_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.crc")
+
+
+def _crc(path: Path) -> bytes:
+    return b"%08x" % zlib.crc32(path.read_bytes())

@@ -66,16 +66,34 @@ def test_what_cannot_be_kept_is_compiled_all_the_same(caplog: pytest.LogCaptureF
     assert "without a cache" in caplog.text
 
 
+def _emptied(_: bytes) -> bytes:
+    return b""
+
+
+def _garbage(_: bytes) -> bytes:
+    return b"\x80\x05garbage"
+
+
+def _cut(whole: bytes) -> bytes:
+    return whole[:40]
+
+
+def _with_a_hole(whole: bytes) -> bytes:
+    half = len(whole) // 2
+    return whole[:half] + bytes(min(4096, len(whole) - half)) + whole[half + 4096 :]
+
+
 def test_what_was_kept_and_is_damaged_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import numba
 
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
     assert compiled.compile_loop(twice_from(tmp_path / "twice.py"), SIGNATURE)(4.0) == 8.0
     kept = [path for path in (tmp_path / "kept").rglob("*") if path.is_file()]
-    assert {path.suffix for path in kept} == {".nbi", ".nbc"}
-    for spoilt in (b"", b"\x80\x05garbage", None):
+    assert {path.suffix for path in kept} == {".nbi", ".nbc", ".crc"}
+    whole = {path: path.read_bytes() for path in kept}
+    for spoil in (_emptied, _garbage, _cut, _with_a_hole):  # a hole in the code ends whoever loads it
         for path in kept:
-            path.write_bytes(path.read_bytes()[:40] if spoilt is None else spoilt)
+            path.write_bytes(spoil(whole[path]))
         assert compiled.compile_loop(twice_from(tmp_path / "twice.py"), SIGNATURE)(4.0) == 8.0
         again = compiled.compile_loop(twice_from(tmp_path / "twice.py"), SIGNATURE)
         assert sum(again.stats.cache_hits.values()) == 1, "what was damaged is kept again"
