@@ -300,6 +300,8 @@ class RouterCore:
         self._learned.member(info)
         prefills = self._learned.prefills
         self._fleet.put(view, prefills.curve(key.worker_id), own=prefills.samples(key.worker_id) > 0)
+        if info.calibration:
+            self._fleet.lend(prefills.shared)
         self._retotal((key,))
         self._keys = tuple(view.key for view in self._fleet.workers)
 

@@ -301,6 +301,15 @@ def test_a_worker_that_never_prefilled_is_thought_as_fast_as_the_others_have_bec
     assert again[1] < again[2]
 
 
+def test_what_a_joining_worker_calibrated_is_lent_to_those_that_have_never_prefilled() -> None:
+    core, _, clock = make_core(workers=2)
+    prior = core.snapshot((), clock()).columns.token_ns.tolist()
+    fast = tuple(PrefillSample(tokens, 0, tokens * 1000) for tokens in (512, 2048, 8192))
+    core.on_member_change(replace(member(2), calibration=fast), MemberState.ALIVE)
+    learned = core.snapshot((), clock()).columns.token_ns.tolist()
+    assert learned[0] == learned[1] < 0.1 * prior[0]
+
+
 def test_an_idle_worker_gets_requests_though_all_others_were_found_fast_before_it_had_any() -> None:
     core, directory, _ = make_core(workers=2)
     directory.held[key(0)] = {Tier.DEVICE: 10}  # a part of every prompt
