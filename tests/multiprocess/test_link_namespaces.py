@@ -18,7 +18,7 @@ from kvpool.faults.network import Network, why_not
 from kvpool.transport import create_transport
 from kvpool.transport.netns import port_of
 from tests.contract.transport_rig import S, eventually
-from tests.multiprocess.namespace_peer import BLOCK_BYTES, BLOCKS, STALL_NS
+from tests.multiprocess.namespace_peer import BLOCK_BYTES, BLOCKS, DEADLINE_NS, STALL_NS
 
 REASON = why_not()
 allowed = pytest.mark.skipif(REASON is not None, reason=f"no links by network namespaces here: {REASON}")
@@ -116,6 +116,22 @@ def test_a_dead_process_takes_its_link_along_and_healing_it_is_no_error(
         holder.kill()
     with pytest.raises(UnavailableError), network.slowed(holder.pid, 1e6):
         pass
+
+
+@allowed
+def test_a_holder_that_does_not_answer_a_connection_fails_its_reads_in_time_and_holds_up_no_others(
+    network: Network, pair: tuple[Process, Process]
+) -> None:
+    holder, reader = pair
+    silent = Process("holder", network.hub)
+    try:
+        with network.dropped(silent.pid):
+            answer = reader.read(silent)
+            assert answer["state"] == "failed"
+            assert STALL_NS <= answer["elapsed_ns"] < DEADLINE_NS
+            assert reader.read(holder)["right"]
+    finally:
+        silent.kill()
 
 
 @allowed

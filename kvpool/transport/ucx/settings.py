@@ -12,6 +12,8 @@ fragments (a receive that lost its sender in the middle never completes). Theref
 * ``TCP_PUT_ENABLE=n``, or ``auto`` would choose put over TCP;
 * ``RNDV_THRESH`` is small, so that what is longer than a fragment is a rendezvous;
 * ``CMA_MEMORY_INVALIDATE=y`` lets error handling and CMA coexist; without it UCX falls back to TCP inside one host.
+* ``TCP_CONN_NB=y``, or the one thread of a transport stands still for minutes while it connects to a machine that is
+  gone without a word, and with it every read and every peer.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ SAFETY_SETTINGS: Mapping[str, str] = {
     "RNDV_THRESH": "8192",
     "TCP_PUT_ENABLE": "n",
     "CMA_MEMORY_INVALIDATE": "y",
+    "TCP_CONN_NB": "y",
 }
 """Cannot be overridden."""
 
