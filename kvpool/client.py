@@ -245,8 +245,7 @@ class AsyncKVPoolClient:
         return await explain(self._connection, RequestId(request_id))
 
     async def records(self) -> list[str]:
-        """All decision records the routers keep, oldest first, as JSON lines. What a router that does not answer keeps
-        is missing; a warning is logged then."""
+        """All decision records the routers keep, oldest first, as JSON lines; those of a silent one are missing."""
         from kvpool.cluster.decisions import all_records
 
         return await all_records(self._connection)
@@ -255,8 +254,7 @@ class AsyncKVPoolClient:
         """Members, blocks, links, decisions and failures of the cluster."""
         from kvpool.cluster.status import cluster_status
 
-        status: dict[str, Any] = await cluster_status(self._connection)
-        return status
+        return await cluster_status(self._connection)
 
     @property
     def admin(self) -> AsyncAdministrator:

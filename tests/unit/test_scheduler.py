@@ -76,9 +76,11 @@ class Bench:
 
 def load_plan(start: int, stop: int, *, deadline_ns: int = 10**9) -> Plan:
     kind = PlanKind.SPLIT if start else PlanKind.LOAD
-    return Plan(
-        kind, (LoadSlice(start, stop, HOLDER, "memory", b"", Tier.HOST),), load_deadline_ns=deadline_ns, stall_ns=1
-    )
+    loads = (LoadSlice(start, stop, HOLDER, "memory", b"", Tier.HOST),)
+    return Plan(kind, loads, load_deadline_ns=deadline_ns, stall_ns=1)
+
+
+SLOW = load_plan(0, 4)._replace(predicted_load_ns=10**6)  # than computing, once the gate has seen a step
 
 
 def test_a_long_prompt_is_cut_into_chunks_and_decode_goes_first() -> None:
@@ -398,8 +400,7 @@ def test_a_split_that_loads_everything_tail_first_stops_where_both_ends_meet() -
 def test_a_load_that_the_last_chunk_overtakes_is_given_up(prompt_tokens: int) -> None:
     bench = Bench()
     bench.gate.observe(SIZE, SIZE)
-    plan = load_plan(0, 4)._replace(predicted_load_ns=10**6)
-    bench.submit("slow", range(prompt_tokens), plan)
+    bench.submit("slow", range(prompt_tokens), SLOW)
     given_up: list[int] = []
     while not bench.scheduler.running or not bench.scheduler.running[0].decoding:
         step = bench.plan()
@@ -411,7 +412,7 @@ def test_a_load_that_the_last_chunk_overtakes_is_given_up(prompt_tokens: int) ->
 def test_what_a_sequence_computed_into_pages_of_a_load_is_rescued_when_it_ends() -> None:
     bench = Bench(blocks=20)
     bench.gate.observe(SIZE, SIZE)
-    sequence = bench.submit("slow", range(16), load_plan(0, 4)._replace(predicted_load_ns=10**6), max_tokens=1)
+    sequence = bench.submit("slow", range(16), SLOW, max_tokens=1)
     bench.scheduler.progress(bench.orders["slow"].flight, {0})
     while not sequence.generated_tokens:
         bench.beat()
@@ -428,13 +429,12 @@ def test_what_a_sequence_computed_into_pages_of_a_load_is_rescued_when_it_ends()
 def test_a_rescue_is_awaited_while_a_twin_lacks_what_it_frees() -> None:
     bench = Bench(max_step_tokens=8)
     bench.gate.observe(SIZE, SIZE)
-    plan = load_plan(0, 4)._replace(predicted_load_ns=10**6)
-    first = bench.submit("first", [*range(16), 90], plan)
-    bench.submit("stranger", range(200, 220), plan)
+    first = bench.submit("first", [*range(16), 90], SLOW)
+    bench.submit("stranger", range(200, 220), SLOW)
     bench.beat()
     assert first.computed_tokens
     assert not bench.scheduler.awaited(first)
-    twin = bench.submit("twin", [*range(16), 91], plan)
+    twin = bench.submit("twin", [*range(16), 91], SLOW)
     assert bench.scheduler.awaited(first)
     bench.scheduler.rescue(first)
     assert not bench.scheduler.awaited(first)
@@ -444,7 +444,7 @@ def test_a_rescue_is_awaited_while_a_twin_lacks_what_it_frees() -> None:
 def test_a_rescue_takes_what_room_there_is_and_preempts_nobody() -> None:
     bench = Bench(blocks=7)
     bench.gate.observe(SIZE, SIZE)
-    sequence = bench.submit("slow", range(16), load_plan(0, 4)._replace(predicted_load_ns=10**6), max_tokens=1)
+    sequence = bench.submit("slow", range(16), SLOW, max_tokens=1)
     while not sequence.generated_tokens:
         bench.beat()
     bench.scheduler.rescue(sequence)
@@ -455,10 +455,8 @@ def test_a_rescue_takes_what_room_there_is_and_preempts_nobody() -> None:
 def test_a_plan_that_names_blocks_twice_or_beyond_the_prompt_loads_each_once() -> None:
     bench = Bench()
     whole = load_plan(0, 4).loads[0]
-    plan = load_plan(0, 4)._replace(
-        loads=(whole._replace(start=2, stop=2**40), whole, whole, whole._replace(start=-3, stop=1))
-    )
-    bench.submit("odd", range(18), plan)
+    odd = (whole._replace(start=2, stop=2**40), whole, whole, whole._replace(start=-3, stop=1))
+    bench.submit("odd", range(18), load_plan(0, 4)._replace(loads=odd))
     assert sorted(bench.orders["odd"].pages) == [0, 1, 2, 3]
     bench.scheduler.progress(bench.orders["odd"].flight, {0, 1, 2, 3})
     bench.scheduler.land(bench.orders["odd"].flight)
@@ -495,8 +493,7 @@ def test_a_view_that_does_not_fit_waits_until_another_ends() -> None:
 
 def test_a_higher_priority_goes_first_and_equal_ones_by_age() -> None:
     bench = Bench(max_running=1)
-    names = ("first", "second", "urgent")
-    for name, priority in zip(names, (0, 0, 1), strict=True):
+    for name, priority in (("first", 0), ("second", 0), ("urgent", 1)):
         bench.submit(name, range(8), priority=priority)
     (work,) = bench.plan().work
     assert work.sequence.request_id == "urgent"
