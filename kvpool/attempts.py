@@ -184,7 +184,7 @@ class Attempts:
             await _give_up(following)
             self._connection.unfollow(part)
             if not handed_over:
-                self._connection.give_back(route)  # the decode worker is not waiting for anything
+                self._connection.give_back(route, followed=True)  # the decode worker is not waiting for anything
         plan = part.plan._replace(patient=False)
         second = Route(
             route.request_id, part.decision_id, part.worker.worker_id, part.worker, part.control_address, plan

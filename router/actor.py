@@ -133,11 +133,11 @@ class RouterActor:
         with self._lock:
             return self._core.route(meta)
 
-    async def release(self, request_id: RequestId) -> None:
-        """Give back what a decision promised that nobody follows, since another router's answer came first. May be
-        repeated; fine when there is none."""
+    async def release(self, request_id: RequestId, followed: bool = False) -> None:
+        """Give back what a decision promised that nobody follows, since another router's answer came first, or that
+        nobody goes on following (``followed``). May be repeated; fine when there is none."""
         with self._lock:
-            self._core.release(request_id)
+            (self._core.release if followed else self._core.give_back)(request_id)
 
     async def is_member(self, key: WorkerKey) -> bool:
         """False when the directory positively knows that this incarnation is gone; True when unsure."""

@@ -9,7 +9,6 @@ accuracy, never correctness.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -19,7 +18,7 @@ from kvpool.errors import CapacityError, OverloadError, RequestError, TransferCa
 from kvpool.plan import HandOver, Route
 from kvpool.reports import LoadSample, RequestOutcome, WorkerReport
 from kvpool.request import NO_LIMITS, Limits
-from kvpool.types import BlockHash, MemberInfo, MemberState, RequestId, Role, Tier, WorkerId, WorkerKey
+from kvpool.types import BlockHash, MemberInfo, MemberState, RequestId, Role, Tier, WorkerKey
 from router import cost, roles
 from router.admission import Admission, Forecast, WaitingRoom, admit, queue_message, shed_message
 from router.decide import Decision
@@ -32,6 +31,7 @@ from router.policies import Policy, make_policy
 from router.record import DecisionRecord, RecordStore, explain_lines
 from router.signals import Features, Footprint, RequestView, Snapshot, WorkerView
 from router.status import goodput, link_rows, worker_rows
+from router.tally import Tally
 
 NOT_THE_HOLDERS_FAULT = frozenset({TransferCancelledError.code, CapacityError.code})
 
@@ -115,13 +115,9 @@ class RouterCore:
         self._fills: dict[WorkerKey, float] = {}
         self._worker_counters: dict[WorkerKey, dict[str, int]] = {}
         self._decided = 0
-        self._counters: Counter[str] = Counter()
-        self._by_kind: Counter[str] = Counter()
+        self.tally = Tally()
         self._room = WaitingRoom()
         self._peers = Peers()
-        self._admissions: Counter[str] = Counter()
-        self._failures_by_kind: Counter[str] = Counter()
-        self._failures_by_link: Counter[tuple[WorkerId, WorkerId, str]] = Counter()
 
     # ---- deciding
 
@@ -165,9 +161,9 @@ class RouterCore:
         self._fleet.note_arrival(decision.position, now_ns)
         if decoders:
             self._hand_over(_second(meta.request_id), snapshot, decision, part)
-        self._by_kind[decision.plan.kind.value] += 1
+        self.tally.decided[decision.plan.kind.value] += 1
         if decision.together:
-            self._counters["striped_loads"] += 1
+            self.tally.events["striped_loads"] += 1
             self._learned.together.begin(decision.worker, now_ns + decision.plan.load_deadline_ns)
         view = snapshot.workers[decision.position]
         return Route(
@@ -185,7 +181,7 @@ class RouterCore:
         if part is None:
             self._retotal(self._ledger.release(promised, snapshot.now_ns))
         else:
-            self._counters["hand_overs"] += 1
+            self.tally.events["hand_overs"] += 1
             promise = roles.promise_of(snapshot, decision.position, part)
             self._retotal(self._ledger.reserve(promised, promise, snapshot.now_ns))
 
@@ -213,8 +209,16 @@ class RouterCore:
             fills=self._fills,
         )
 
+    def give_back(self, request_id: RequestId) -> None:
+        """Nobody follows the newest decision about a request, as another router's answer came first: drop its promises,
+        and do not count it. May be repeated; fine when there is none, or when a worker has the request already."""
+        record = self._records.newest(request_id) if self._ledger.is_live(request_id) else None
+        if record is not None:
+            self.tally.unfollowed[record.decision.plan.kind.value] += 1
+        self.release(request_id)
+
     def release(self, request_id: RequestId) -> None:
-        """The request will not run (cancelled, or its worker could not be reached): drop its promises."""
+        """The request will not run, or no longer: drop its promises."""
         for promised in (request_id, _second(request_id)):
             self._retotal(self._ledger.release(promised, self._clock_ns()))
 
@@ -227,7 +231,7 @@ class RouterCore:
             try:
                 return self._policy.choose(request._replace(exclude=slow), snapshot, self._rng)
             except UnavailableError:
-                self._counters["all_workers_decode_too_slowly"] += 1
+                self.tally.events["all_workers_decode_too_slowly"] += 1
         return self._policy.choose(request, snapshot, self._rng)
 
     def _decoding_keys(self) -> list[WorkerKey]:
@@ -257,7 +261,7 @@ class RouterCore:
         tpot_ns = None if limits.tpot_ns is None else self._tpot_ns(decoder)
         outranked = self._room.outranks(limits.priority, now_ns)
         ruling = admit(limits, Forecast(decision.price_ns, tpot_ns, meta.elapsed_ns, outranked))
-        self._admissions[ruling.admission.value] += 1
+        self.tally.admissions[ruling.admission.value] += 1
         if ruling.admission is Admission.QUEUE:
             self._room.enter(meta.request_id, limits.priority, now_ns)
             raise CapacityError(queue_message(ruling), retry_after_s=ruling.retry_after_ns / 1e9)
@@ -309,10 +313,10 @@ class RouterCore:
         """A worker's report. Unknown members, repeated and overtaken reports are counted and dropped."""
         key = report.key
         if self._fleet.get(key) is None:
-            self._counters["reports_of_strangers"] += 1
+            self.tally.events["reports_of_strangers"] += 1
             return
         if report.sequence <= self._sequences.get(key, -1):
-            self._counters["reports_repeated"] += 1
+            self.tally.events["reports_repeated"] += 1
             return
         self._sequences[key] = report.sequence
         now_ns = self._clock_ns()
@@ -356,14 +360,14 @@ class RouterCore:
             return  # the record is about the first token
         record = self._records.join(outcome)
         if record is None:
-            self._counters["outcomes_without_record"] += 1
+            self.tally.events["outcomes_without_record"] += 1
             return
         if record.decision.together and outcome.bytes_loaded and not outcome.load_failures:
             start_ns, byte_ns = record.decision.together
             expected_ns = start_ns + outcome.bytes_loaded * byte_ns
             worker = record.decision.worker
             self._learned.together.observe(worker, expected_ns, outcome.load_ns, self._clock_ns())
-        self._counters["outcomes"] += 1
+        self.tally.events["outcomes"] += 1
 
     # ---- telling
 
@@ -373,8 +377,7 @@ class RouterCore:
 
     def record(self, request_id: RequestId) -> DecisionRecord | None:
         """Newest decision about a request, None when unknown or dropped."""
-        found = self._records.of_request(request_id)
-        return found[-1] if found else None
+        return self._records.newest(request_id)
 
     def records(self) -> list[DecisionRecord]:
         """All kept records, oldest first."""
@@ -397,25 +400,19 @@ class RouterCore:
 
     def status(self) -> dict[str, Any]:
         """JSON-serialisable summary: members, learned curves in human units, decisions and failures by kind."""
-        now_ns = self._clock_ns()
+        now_ns, tally = self._clock_ns(), self.tally.to_dict()
         return {
             "router_id": self._router_id,
             "policy": self._policy.name,
             "workers": worker_rows(self._fleet, self._learned, self._worker_counters, now_ns),
             "links": link_rows(self._learned.links),
-            "decisions": dict(self._by_kind),
-            "admissions": {**dict(self._admissions), "queued_now": len(self._room)},
-            "goodput": {**goodput(self._worker_counters.values()), "shed": self._admissions[Admission.SHED.value]},
-            "failures": dict(self._failures_by_kind),
-            "failures_by_link": [
-                {"holder": holder, "reader": reader, "kind": kind, "count": count}
-                for (holder, reader, kind), count in sorted(self._failures_by_link.items())
-            ],
+            **tally,
+            "admissions": {**tally["admissions"], "queued_now": len(self._room)},
+            "goodput": {**goodput(self._worker_counters.values()), "shed": self.tally.shed},
             "records": len(self._records),
             "records_dropped": self._records.dropped,
             "promises": len(self._ledger),
             "share_of_the_traffic": 1.0 / self._peers.scale,
-            "counters": dict(self._counters),
         }
 
     def learned(self) -> tuple[int, dict[str, Any]]:
@@ -475,8 +472,7 @@ class RouterCore:
         if load.failure is None:
             self._learned.failures.observe(holder, False, now_ns)
             return
-        self._failures_by_kind[load.failure] += 1
-        self._failures_by_link[holder.worker_id, reader.worker_id, load.failure] += 1
+        self.tally.load_failed(holder.worker_id, reader.worker_id, load.failure)
         if load.failure not in NOT_THE_HOLDERS_FAULT:
             self._learned.failures.observe(holder, True, now_ns)
 

@@ -78,6 +78,11 @@ class Ledger:
     def __contains__(self, request: RequestId) -> bool:
         return request in self._entries
 
+    def is_live(self, request: RequestId) -> bool:
+        """Whether a request has promises and no worker has named it as accepted yet."""
+        entry = self._entries.get(request)
+        return entry is not None and entry.live
+
     def totals(self, worker: WorkerKey) -> Totals:
         """What is promised with a worker."""
         account = self._accounts.get(worker)

@@ -190,12 +190,16 @@ class RecordStore:
         joined = self._records[outcome.decision_id] = record._replace(outcome=outcome)
         return joined
 
+    def newest(self, request_id: RequestId) -> DecisionRecord | None:
+        """The newest decision about a request, None when none is kept."""
+        latest = self._latest.get(request_id)
+        return None if latest is None else self._records[latest]
+
     def of_request(self, request_id: RequestId) -> list[DecisionRecord]:
         """Decisions about a request that are still kept, oldest first (several after retries)."""
-        latest = self._latest.get(request_id)
-        if latest is None:
+        newest = self.newest(request_id)
+        if newest is None:
             return []
-        newest = self._records[latest]
         earlier = [
             item for item in self._records.values() if item.request.request_id == request_id and item is not newest
         ]

@@ -22,7 +22,15 @@ import ray.exceptions
 from ray.actor import ActorHandle
 
 from kvpool.cluster.ray_auth import MODE_VARIABLE, TOKEN_VARIABLE, find_token
-from kvpool.cluster.routers import PATIENCE_S, ROUTER_NAME, Answer, Routers, ask_in_turn
+from kvpool.cluster.routers import (
+    PATIENCE_S,
+    ROUTER_NAME,
+    SILENCE_S,
+    Answer,
+    Routers,
+    ask_in_turn,
+    who_answers,
+)
 from kvpool.errors import DeadlineError, KVPoolError, RequestError, UnavailableError
 from kvpool.hashing import Namespace
 from kvpool.plan import HandOver, Route
@@ -33,6 +41,8 @@ from kvpool.types import WorkerId, WorkerKey
 LIVENESS_PERIOD_S = 1.0
 CALL_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
+INFO_PATIENCE_S = 0.25
+"""Before anything else a client asks what the cluster serves, which every router knows: no reason to wait for one."""
 RAY_PATIENCE_VARIABLE = "RAY_gcs_server_port_wait_time_s"
 
 
@@ -93,7 +103,9 @@ class ClusterConnection:
 
     async def info(self) -> ClusterInfo:
         """What the cluster serves."""
-        info: ClusterInfo = await self.ask_router("info")
+        info: ClusterInfo = (
+            await self._ask("info", key="", timeout_s=CALL_TIMEOUT_S, patience_s=INFO_PATIENCE_S)
+        ).value
         self._routers.learn(info.routers)
         return info
 
@@ -135,10 +147,10 @@ class ClusterConnection:
         route: Route = answer.value
         return route
 
-    def give_back(self, route: Route) -> None:
-        """Nobody follows a route: its router drops what it promised for it."""
+    def give_back(self, route: Route, *, followed: bool = False) -> None:
+        """Nobody follows a route, or goes on ``followed`` one: its router drops what it promised for it."""
         for router in self._routers.names:
-            self._tell(router, "release", route.request_id)
+            self._tell(router, "release", route.request_id, followed)
 
     async def ask_router(self, method: str, *args: Any, key: str = "", timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """Call a method of one router, of another one where that is unavailable or silent.
@@ -156,18 +168,33 @@ class ClusterConnection:
     async def ask_routers(
         self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S
     ) -> dict[str, Any | KVPoolError]:
-        """Call a method of every router; what each answered, or the error instead."""
+        """Call a method of every router at once; what each answered, or the error instead. A router that is silent is
+        not waited for (`who_answers`); one that says that it lives may take ``timeout_s``."""
 
-        async def ask(name: str) -> Any | KVPoolError:
+        async def ask(name: str) -> Any:
+            return await self.call(name, "pid", timeout_s=timeout_s)
+
+        async def tell(name: str) -> Any | KVPoolError:
+            if isinstance(lives[name], KVPoolError):
+                return lives[name]
             try:
                 return await self.call(name, method, *args, timeout_s=timeout_s)
             except KVPoolError as error:
                 return error
 
         names = await self.routers()
-        return dict(zip(names, await asyncio.gather(*(ask(name) for name in names)), strict=True))
+        lives = await who_answers(names, ask, min(SILENCE_S, timeout_s))
+        return dict(zip(names, await asyncio.gather(*(tell(name) for name in names)), strict=True))
 
-    async def _ask(self, method: str, *args: Any, key: str, timeout_s: float, asked: set[str] | None = None) -> Answer:
+    async def _ask(
+        self,
+        method: str,
+        *args: Any,
+        key: str,
+        timeout_s: float,
+        asked: set[str] | None = None,
+        patience_s: float | None = None,
+    ) -> Answer:
         """See `ask_router`. ``asked`` names, whatever comes of it, who has been asked and has not refused."""
         asked = set() if asked is None else asked
         clock_s = asyncio.get_running_loop().time
@@ -186,7 +213,9 @@ class ClusterConnection:
             self._routers.answered(name)
             return value
 
-        answer = await ask_in_turn(self._routers.order(key, clock_s()), ask, min(PATIENCE_S, timeout_s / 2))
+        answer = await ask_in_turn(
+            self._routers.order(key, clock_s()), ask, min(patience_s or PATIENCE_S, timeout_s / 2)
+        )
         for name in answer.late:
             self._routers.failed(name, clock_s())
         return answer

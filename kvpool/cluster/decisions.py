@@ -45,7 +45,7 @@ async def all_records(connection: ClusterConnection) -> list[str]:
         if not isinstance(answer, KVPoolError):
             lists.append(answer)
         elif len(answers) > 1:
-            log.warning("what %s keeps is missing, it does not answer: %s", name, answer)
+            log.warning("records of %s are missing: %s", name, answer)
     if not lists:
         raise _why_none(answers)
     if len(lists) == 1:

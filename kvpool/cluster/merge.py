@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 OWN_NUMBERS = ("records", "records_dropped", "promises")
-OWN_COUNTS = ("decisions", "admissions")
+OWN_COUNTS = ("decisions", "unfollowed", "admissions")
 HEARD_COUNTERS = frozenset({"reports_of_strangers", "reports_repeated"})
 OF_EACH = ("router_id", "share_of_the_traffic", "learned", "metadata")
 

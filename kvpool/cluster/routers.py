@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpool.config import MAX_ROUTERS
-from kvpool.errors import KVPoolError, UnavailableError
+from kvpool.errors import DeadlineError, KVPoolError, UnavailableError
 
 ROUTER_NAME = "router"
 PATIENCE_S = 0.5
 """How long one router may be silent before another one is asked as well. The first is not given up: on a machine that
 is merely busy its answer still counts."""
+SILENCE_S = 1.0
+"""How long a router may be silent about a trifle before it is named and not waited for, once another has answered."""
 SHUN_S = 5.0
 """How long a router that failed or was overtaken comes last: by then Ray has usually started it again."""
 
@@ -121,3 +123,46 @@ async def ask_in_turn(order: Sequence[str], ask: Callable[[str], Awaitable[Any]]
         for call in asked.values():
             call.cancel()
         await asyncio.gather(*asked.values(), return_exceptions=True)
+
+
+async def who_answers(
+    names: Sequence[str], ask: Callable[[str], Awaitable[Any]], silence_s: float
+) -> dict[str, Any | KVPoolError]:
+    """Ask everybody a trifle at once. Who has not answered after ``silence_s`` is not waited for if another one has.
+
+    Args:
+        names: whom to ask.
+        ask: one call, which ends by a deadline of its own; so long is waited when nobody answers.
+        silence_s: see above.
+
+    Returns:
+        For everyone in the order of ``names`` what was said, or the error; `DeadlineError` for the silent.
+    """
+    calls = {name: asyncio.ensure_future(_said(ask(name))) for name in names}
+    try:
+        if calls:
+            await asyncio.wait(calls.values(), timeout=silence_s)
+        while not all(call.done() for call in calls.values()):
+            if any(call.done() and not isinstance(call.result(), KVPoolError) for call in calls.values()):
+                break
+            running = [call for call in calls.values() if not call.done()]
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        return {name: call.result() if call.done() else _silent(name, silence_s) for name, call in calls.items()}
+    finally:
+        for call in calls.values():
+            call.cancel()
+        await asyncio.gather(*calls.values(), return_exceptions=True)
+
+
+async def _said(call: Awaitable[Any]) -> Any | KVPoolError:
+    try:
+        return await call
+    except KVPoolError as error:
+        return error
+
+
+def _silent(name: str, silence_s: float) -> DeadlineError:
+    return DeadlineError(
+        f"{name} is silent: no answer within {silence_s:g} s, while another router answers; it is stopped, cut off, "
+        "overloaded, or just being started again"
+    )

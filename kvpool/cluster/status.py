@@ -25,22 +25,26 @@ async def cluster_status(connection: ClusterConnection) -> dict[str, Any]:
         info = await connection.info()
     except KVPoolError as error:
         return {"router": _dead(error), "routers": {}, "workers": {}, "metadata": {}}
-    told = await connection.ask_routers("status", timeout_s=PART_TIMEOUT_S)
+    told, *others = await asyncio.gather(  # at once, so that what is silent costs its time once
+        connection.ask_routers("status", timeout_s=PART_TIMEOUT_S),
+        *(_part(_worker_status(connection, worker)) for worker in info.workers),
+        *(_part(asyncio.to_thread(_describe, address)) for address in info.metadata),
+    )
+    workers = dict(zip(info.workers, others, strict=False))
     routers = {name: _dead(part) if isinstance(part, KVPoolError) else part for name, part in told.items()}
     alive = {name: part for name, part in routers.items() if "workers" in part}
     router = merge(alive) if alive else next(iter(routers.values()))
     joined = {item["worker"].partition("@")[0] for item in router.get("workers", [])}
-    workers = (*info.workers, *sorted(joined - set(info.workers)))  # those that were added later are members too
-    others = await asyncio.gather(
-        *(_part(_worker_status(connection, worker)) for worker in workers),
-        *(_part(asyncio.to_thread(_describe, address)) for address in info.metadata),
+    later = sorted(joined - set(info.workers))  # those that were added later are members too
+    workers |= dict(
+        zip(later, await asyncio.gather(*(_part(_worker_status(connection, name)) for name in later)), strict=True)
     )
     return {
         "model": info.model,
         "router": router,
         "routers": router_rows(routers),
-        "workers": dict(zip(workers, others, strict=False)),
-        "metadata": dict(zip(info.metadata, others[len(workers) :], strict=True)),
+        "workers": workers,
+        "metadata": dict(zip(info.metadata, others[len(info.workers) :], strict=True)),
     }
 
 

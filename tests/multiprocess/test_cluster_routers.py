@@ -88,6 +88,24 @@ def test_requests_spread_over_both_routers_and_nothing_is_counted_twice(kit: Clu
     wait_until(lambda: all(path.exists() for path in learned), 20.0, "each keeps what it learned")
 
 
+def test_a_stopped_router_is_named_at_once_and_what_it_decides_when_it_goes_on_is_not_counted(kit: ClusterKit) -> None:
+    decided = sum(kit.status()["router"]["decisions"].values())
+    known = _ids_of(FIRST, 1, "calm")[0]
+    orphan = _ids_of(SECOND, 1, "stopped")[0]
+    stopped = kit.signal(SECOND, signal.SIGSTOP)
+    try:
+        kit.run(_all(kit, [orphan], 2))
+        status = kit.status()
+        assert "is silent" in status["routers"][SECOND]["error"]
+        assert status["routers"][FIRST]["decisions"] == sum(status["router"]["decisions"].values())
+        assert _router_of(kit, known) == FIRST
+        assert all('"router": "router"' in line for line in kit.run(kit.client.records()))
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    wait_until(lambda: kit.status()["router"]["unfollowed"], 20.0, "it decided late, for nobody")
+    assert sum(kit.status()["router"]["decisions"].values()) == decided + 1
+
+
 def test_a_router_killed_under_load_loses_no_request_and_the_other_one_takes_its_traffic(
     kit: ClusterKit, plain: PlainModel
 ) -> None:

@@ -74,7 +74,7 @@ class Cluster:
     def unfollow(self, part: HandOver) -> None:
         pass
 
-    def give_back(self, route: Route) -> None:
+    def give_back(self, route: Route, *, followed: bool = False) -> None:
         self.given_back.append(route)
 
     async def stream(self, route: Route, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[TokenChunk]:

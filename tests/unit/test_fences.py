@@ -73,6 +73,7 @@ PURE = (
     "router/disks.py",
     "router/fills.py",
     "router/status.py",
+    "router/tally.py",
     "router/admission.py",
     "router/decoding.py",
     "workers/limits.py",

@@ -358,3 +358,26 @@ def test_peers_read_a_device_tiers_copies_from_host_memory(below: Tier) -> None:
     snapshot = core.snapshot(chain(1600, b"c"), clock.now_ns)
     request = RequestView(RequestId("r"), 1600, 100)
     assert [item.tier for item in readable(holdings(request, snapshot), request, snapshot)] == [Tier.HOST]
+
+
+def test_a_decision_that_nobody_follows_is_not_counted_and_told_apart() -> None:
+    core, _, clock = make_core()
+    for name in ("followed", "late"):
+        core.route(meta(name))
+    core.give_back(RequestId("late"))  # another router's answer came first
+    core.give_back(RequestId("late"))
+    core.give_back(RequestId("never seen"))
+    assert (core.status()["decisions"], core.status()["unfollowed"]) == ({"redo": 1}, {"redo": 1})
+    clock.now_ns += MS
+    core.on_report(report(0, 1, WorkerLoad(served_request_ids=(RequestId("followed"),))))
+    core.on_report(report(1, 1, WorkerLoad(served_request_ids=(RequestId("followed"),))))
+    core.on_report(report(2, 1, WorkerLoad(served_request_ids=(RequestId("followed"),))))
+    core.give_back(RequestId("followed"))  # a worker has it, so somebody followed
+    assert core.status()["decisions"] == {"redo": 1}
+
+
+def test_a_decision_that_was_followed_for_a_while_stays_counted() -> None:
+    core, _, _ = make_core()
+    core.route(meta("r"))
+    core.release(RequestId("r"))
+    assert (core.status()["decisions"], core.status()["unfollowed"]) == ({"redo": 1}, {})

@@ -13,7 +13,7 @@ import pytest
 
 from kvpool.cluster.decisions import all_records, explain
 from kvpool.cluster.merge import merge, router_rows
-from kvpool.cluster.routers import SHUN_S, Answer, Routers, ask_in_turn, is_router, router_name
+from kvpool.cluster.routers import SHUN_S, Answer, Routers, ask_in_turn, is_router, router_name, who_answers
 from kvpool.config import MAX_ROUTERS, parse_config
 from kvpool.errors import ConfigError, DeadlineError, KVPoolError, OverloadError, RequestError, UnavailableError
 from kvpool.types import RequestId
@@ -170,6 +170,42 @@ def test_who_stops_waiting_leaves_no_call_behind() -> None:
     assert sorted(asyncio.run(asyncio.wait_for(run(), 20.0)).cancelled) == ["router", "router-1"]
 
 
+# ---- all at once
+
+
+def _ask_all(script: Callable[[], _Script], silence_s: float) -> tuple[dict[str, Any], _Script]:
+    async def run() -> tuple[dict[str, Any], _Script]:
+        made = script()
+        return await who_answers(THREE, made.ask, silence_s), made
+
+    return asyncio.run(asyncio.wait_for(run(), 20.0))
+
+
+def test_all_routers_are_asked_at_once_and_a_silent_one_is_named_and_not_waited_for() -> None:
+    answers, script = _ask_all(lambda: _Script(router=asyncio.Event(), router_1="ok", router_2=asyncio.Event()), SOON_S)
+    assert script.asked == list(THREE)
+    assert answers["router-1"] == "by router-1"
+    assert all(isinstance(answers[name], DeadlineError) for name in ("router", "router-2"))
+    assert "router-2 is silent" in str(answers["router-2"])
+    assert script.cancelled == ["router", "router-2"]
+
+
+def test_nobody_is_called_silent_as_long_as_no_other_router_has_answered() -> None:
+    slow = asyncio.Event()
+
+    class Script(_Script):
+        async def ask(self, name: str) -> Any:
+            if name == "router-1":
+                await asyncio.sleep(5 * SOON_S)
+                slow.set()
+                raise UnavailableError("died")
+            return await super().ask(name)
+
+    answers, _ = _ask_all(lambda: Script(router=slow, router_2=slow), SOON_S)
+    assert answers["router"] == "by router"
+    assert isinstance(answers["router-1"], UnavailableError)
+
+
 # ---- records
 
 
@@ -236,6 +272,7 @@ def _status(decided: int, *, failed: int = 0, members: int = 1, met: int = 0) ->
         "workers": [{"worker": f"worker-{number}@1", "state": "alive"} for number in range(members)],
         "links": links,
         "decisions": {"redo": decided, "load": 1},
+        "unfollowed": {"redo": 1},
         "admissions": {"queued_now": 1},
         "goodput": {"met": met, "missed_ttft": 0, "missed_tpot": 0, "shed": 2},
         "failures": {"stall": failed},
