@@ -14,6 +14,7 @@ from kvpool.types import Role
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MAX_ROUTERS = 8
+MAX_METRICS_PORT = 65535 - MAX_ROUTERS + 1
 
 
 class _Settings(BaseModel):
@@ -124,11 +125,15 @@ class RouterConfig(_Settings):
         count: how many there are; clients spread their requests over them.
         policy: name of the routing policy (`router.policies`).
         max_records: decision records that each keeps in memory; the oldest leave first.
+        metrics_port: of the first router's Prometheus metrics, the next ones follow; None serves none.
+        metrics_host: address they bind, on whichever node a router runs; for a Prometheus elsewhere ``0.0.0.0``.
     """
 
     count: int = Field(default=1, ge=1, le=MAX_ROUTERS)
     policy: str = "kvpool"
     max_records: int = Field(default=10_000, ge=1)
+    metrics_port: int | None = Field(default=None, ge=1, le=MAX_METRICS_PORT)
+    metrics_host: str = "127.0.0.1"
 
 
 class GatewayConfig(_Settings):
@@ -157,6 +162,20 @@ class ClusterConfig(_Settings):
     def _one_model(self) -> ClusterConfig:
         if not self.workers:
             raise ValueError("workers: at least one group is needed")
+        return self
+
+    @model_validator(mode="after")
+    def _different_metrics_ports(self) -> ClusterConfig:
+        ours, theirs = self.router, self.metadata
+        if ours.metrics_port is None or theirs.metrics_port is None:
+            return self
+        routers = range(ours.metrics_port, ours.metrics_port + ours.count)
+        servers = range(theirs.metrics_port, theirs.metrics_port + theirs.replicas)
+        if set(routers) & set(servers):
+            raise ValueError(
+                f"router.metrics_port and metadata.metrics_port overlap: every router and every replica has a port of "
+                f"its own, {routers[0]} to {routers[-1]} and {servers[0]} to {servers[-1]}; move one of them"
+            )
         return self
 
     @property

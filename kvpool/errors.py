@@ -155,3 +155,9 @@ class NumericsError(ModelError):
 
 class InvariantViolation(Exception):
     """Our own bug. Never handled: the process that sees it stops and keeps its history."""
+
+
+BY_CODE: dict[str, type[KVPoolError]] = {
+    kind.code: kind for kind in list(globals().values()) if isinstance(kind, type) and issubclass(kind, KVPoolError)
+}
+"""Every error of ours by its code."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import threading
 import time
@@ -18,10 +19,12 @@ from typing import Any, Protocol
 
 import ray
 
+from kvpool.cluster.routers import first_asked
 from kvpool.config import RouterConfig
-from kvpool.errors import UnavailableError
+from kvpool.errors import ConfigError, UnavailableError
 from kvpool.hashing import Namespace, block_hashes
 from kvpool.metadata.watcher import MetadataWatcher
+from kvpool.metrics import MetricsServer
 from kvpool.plan import Route
 from kvpool.reports import WorkerReport
 from kvpool.request import NO_LIMITS, GenerateRequest
@@ -30,13 +33,17 @@ from kvpool.wallclock import unix_ns
 from router.compiled import kernels
 from router.core import RequestMeta, RouterCore
 from router.keeper import Keeper
+from router.metrics import RouterCollector
 from router.record import DecisionRecord
 from router.signals import Features
 
 MAX_CONCURRENT_CALLS = 1000
+NO_METRICS = "not served; set router.metrics_port"
 READY_POLL_S = 0.05
 MAX_STRIPES = 4  # holders that one load may come from at once
 READY_TIMEOUT_S = 60.0
+
+log = logging.getLogger(__name__)
 
 
 class ServedModel(Protocol):
@@ -49,6 +56,10 @@ class ServedModel(Protocol):
     @property
     def metadata(self) -> tuple[str, ...]:
         """Addresses of the metadata servers."""
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Names of the routers."""
 
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=MAX_CONCURRENT_CALLS)
@@ -80,8 +91,24 @@ class RouterActor:
             router_id=f"{name}-{self._started_ns:x}",
         )
         directory = None if cluster_dir is None else Path(cluster_dir)
+        self._metrics_note = ""
+        self._metrics = self._serve_metrics(config)
         self._keeper = Keeper(directory, self._learned, self._core.restore, file_name=f"{name}-learned")
         self._watcher.start()
+
+    def _serve_metrics(self, config: RouterConfig) -> MetricsServer | None:
+        """A router whose port is taken routes all the same, and says so in ``kvpool status``."""
+        if config.metrics_port is None:
+            return None
+        collector = RouterCollector(self._core, self._lock, self._watcher)
+        try:
+            server = MetricsServer(collector, config.metrics_host, config.metrics_port)
+        except ConfigError as error:
+            self._metrics_note = error.message
+            log.warning("%s", error)
+            return None
+        self._metrics_note = f"http://{server.address}/metrics"
+        return server
 
     def _learned(self) -> tuple[int, dict[str, Any]]:
         with self._lock:
@@ -120,6 +147,7 @@ class RouterActor:
             OverloadError: its limits cannot be met.
             CapacityError: it should ask again after ``details["retry_after_s"]``.
         """
+        started_ns = time.perf_counter_ns()
         namespace = self._info.namespace.for_tenant(request.tenant)
         context = request.prompt + request.generated
         chain = block_hashes(context, namespace)
@@ -130,8 +158,14 @@ class RouterActor:
         if limits == NO_LIMITS:
             limits = NO_LIMITS
         meta = RequestMeta(request.request_id, len(context), chain, left, exclude, limits, request.elapsed_ns)
+        own = self._info.routers[first_asked(len(self._info.routers), request.request_id)]
         with self._lock:
-            return self._core.route(meta)
+            route = self._core.route(meta)
+            tally = self._core.tally
+            if own != self._name:
+                tally.failovers["router"] += 1
+            tally.decision_s.add((time.perf_counter_ns() - started_ns) / 1e9)
+        return route
 
     async def release(self, request_id: RequestId, followed: bool = False) -> None:
         """Give back what a decision promised that nobody follows, since another router's answer came first, or that
@@ -165,7 +199,12 @@ class RouterActor:
         """Counters, learned curves, and whether the directory is reachable."""
         with self._lock:
             status = self._core.status()
-        return {**status, "learned": self._keeper.status(), "metadata": self._watcher.status()}
+        return {
+            **status,
+            "learned": self._keeper.status(),
+            "metadata": self._watcher.status(),
+            "metrics": self._metrics_note or NO_METRICS,
+        }
 
     async def audit(self) -> dict[str, str]:
         """For every member, a digest of the blocks that this router believes it holds; see `WorkerActor.audit`."""
@@ -180,6 +219,8 @@ class RouterActor:
         """Stop watching, and save what was learned. May be repeated."""
         await asyncio.to_thread(self._watcher.close)
         await asyncio.to_thread(self._keeper.stop)
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.close)
 
 
 def _told(record: DecisionRecord, router: str, offset_ns: int) -> dict[str, Any]:

@@ -30,7 +30,8 @@ from router.planning import Params
 from router.policies import Policy, make_policy
 from router.record import DecisionRecord, RecordStore, explain_lines
 from router.signals import Features, Footprint, RequestView, Snapshot, WorkerView
-from router.status import goodput, link_rows, worker_rows
+from router.sizes import Sizes
+from router.status import Vitals, goodput, link_rows, vitals, worker_rows
 from router.tally import Tally
 
 NOT_THE_HOLDERS_FAULT = frozenset({TransferCancelledError.code, CapacityError.code})
@@ -109,8 +110,7 @@ class RouterCore:
         self._given_footprint = footprint
         self._footprint = footprint
         self._sequences: dict[WorkerKey, int] = {}
-        self._capacity: dict[WorkerKey, int] = {}
-        self._least_capacity = 0
+        self._sizes = Sizes()
         self._tiers: dict[WorkerKey, Tier] = {}
         self._fills: dict[WorkerKey, float] = {}
         self._worker_counters: dict[WorkerKey, dict[str, int]] = {}
@@ -135,12 +135,13 @@ class RouterCore:
         now_ns = self._clock_ns()
         self._expire(now_ns)
         snapshot = self.snapshot(meta.chain, now_ns)
+        needed_blocks = (meta.prompt_tokens + meta.max_tokens) // snapshot.footprint.block_tokens
         request = RequestView(
             meta.request_id,
             meta.prompt_tokens,
             len(meta.chain),
             max_tokens=meta.max_tokens,
-            exclude=meta.exclude | self._too_small(meta),
+            exclude=meta.exclude | self._sizes.too_small(needed_blocks),
             chain=meta.chain,
         )
         decoders = self._fleet.decoders()
@@ -162,6 +163,8 @@ class RouterCore:
         if decoders:
             self._hand_over(_second(meta.request_id), snapshot, decision, part)
         self.tally.decided[decision.plan.kind.value] += 1
+        if meta.exclude:
+            self.tally.failovers["worker"] += 1
         if decision.together:
             self.tally.events["striped_loads"] += 1
             self._learned.together.begin(decision.worker, now_ns + decision.plan.load_deadline_ns)
@@ -210,9 +213,9 @@ class RouterCore:
         )
 
     def give_back(self, request_id: RequestId) -> None:
-        """Nobody follows the newest decision about a request, as another router's answer came first: drop its promises,
-        and do not count it. May be repeated; fine when there is none, or when a worker has the request already."""
-        record = self._records.newest(request_id) if self._ledger.is_live(request_id) else None
+        """Nobody follows the newest decision about a request, as another router's answer came first or the user gave
+        up: drop its promises, and do not count it. May be repeated; fine when there is none."""
+        record = self._records.unfollow(request_id)
         if record is not None:
             self.tally.unfollowed[record.decision.plan.kind.value] += 1
         self.release(request_id)
@@ -279,6 +282,7 @@ class RouterCore:
 
     def _expire(self, now_ns: int) -> None:
         self._retotal(self._ledger.expire(now_ns))
+        self.tally.lapsed = self._ledger.lapsed
 
     # ---- hearing
 
@@ -298,8 +302,7 @@ class RouterCore:
             data_address=info.data_address,
             control_address=info.control_address,
         )
-        self._capacity[key] = max(info.capacity_blocks[: Tier.DISK], default=0)
-        self._least_capacity = min((blocks for blocks in self._capacity.values() if blocks), default=0)
+        self._sizes.put(info)
         self._tiers[key] = next((tier for tier in Tier if info.capacity_blocks[tier]), Tier.HOST)
         self._learned.member(info)
         prefills = self._learned.prefills
@@ -368,6 +371,7 @@ class RouterCore:
             worker = record.decision.worker
             self._learned.together.observe(worker, expected_ns, outcome.load_ns, self._clock_ns())
         self.tally.events["outcomes"] += 1
+        self.tally.first_token(outcome.ttft_ns, record.decision.price_ns)
 
     # ---- telling
 
@@ -415,6 +419,10 @@ class RouterCore:
             "share_of_the_traffic": 1.0 / self._peers.scale,
         }
 
+    def vitals(self) -> Vitals:
+        """What metrics show of this moment."""
+        return vitals(self._fleet, len(self._room), len(self._ledger), self._clock_ns())
+
     def learned(self) -> tuple[int, dict[str, Any]]:
         """A number that grows with everything learned, and what to keep across a restart, JSON-serialisable."""
         return self._learned.observations, self._learned.to_dict(self._clock_ns())
@@ -432,16 +440,6 @@ class RouterCore:
         return True
 
     # ---- private
-
-    def _too_small(self, meta: RequestMeta) -> frozenset[WorkerKey]:
-        """Workers whose segment could never hold the request; none when that is all of them, since a worker says best
-        what it lacks."""
-        assert self._footprint is not None
-        needed = (meta.prompt_tokens + meta.max_tokens) // self._footprint.block_tokens
-        if needed <= self._least_capacity:
-            return frozenset()
-        small = frozenset(key for key, blocks in self._capacity.items() if 0 < blocks < needed)
-        return small if len(small) < len(self._capacity) else frozenset()
 
     def _retotal(self, workers: Iterable[WorkerKey]) -> None:
         """What is promised with these workers has changed."""
@@ -480,7 +478,7 @@ class RouterCore:
         self._ledger.forget(key, self._clock_ns())
         self._learned.forget(key)
         self._sequences.pop(key, None)
-        self._capacity.pop(key, None)
+        self._sizes.forget(key)
         self._tiers.pop(key, None)
         self._fills.pop(key, None)
         self._worker_counters.pop(key, None)

@@ -71,17 +71,14 @@ class Ledger:
         self._accounts: dict[WorkerKey, _Account] = {}
         self._entries: dict[RequestId, _Entry] = {}
         self._expiry: list[tuple[float, RequestId]] = []
+        self.lapsed = 0
+        """Promises that ran out before a worker had named the request."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __contains__(self, request: RequestId) -> bool:
         return request in self._entries
-
-    def is_live(self, request: RequestId) -> bool:
-        """Whether a request has promises and no worker has named it as accepted yet."""
-        entry = self._entries.get(request)
-        return entry is not None and entry.live
 
     def totals(self, worker: WorkerKey) -> Totals:
         """What is promised with a worker."""
@@ -158,6 +155,7 @@ class Ledger:
             due_ns, request = heapq.heappop(self._expiry)
             entry = self._entries.get(request)
             if entry is not None and entry.due_ns == due_ns:
+                self.lapsed += entry.live
                 changed.update(self.release(request, now_ns))
         return tuple(changed)
 

@@ -59,6 +59,7 @@ class DecisionRecord(NamedTuple):
         outcome: what became of it, None until reported.
         admission: admitted, degraded (started although a limit will be missed) or shed (not started).
         decoder: who goes on after the first token, when that is somebody else (`router.roles`).
+        followed: False when a client said that it follows another router's decision, or has given up.
     """
 
     decision_id: str
@@ -70,6 +71,7 @@ class DecisionRecord(NamedTuple):
     outcome: RequestOutcome | None = None
     admission: Admission = Admission.ADMIT
     decoder: WorkerKey | None = None
+    followed: bool = True
 
     def candidates(self) -> list[Candidate]:
         """Every eligible worker with redo, and every load that was priced, cheapest first. Loads that are absent were
@@ -139,6 +141,7 @@ class DecisionRecord(NamedTuple):
             "runner_up": None if runner_up is None else _candidate_dict(runner_up),
             "admission": self.admission.value,
             "decoder": None if self.decoder is None else str(self.decoder),
+            "followed": self.followed,
             "outcome": None if self.outcome is None else asdict(self.outcome),
         }
 
@@ -189,6 +192,14 @@ class RecordStore:
             return None
         joined = self._records[outcome.decision_id] = record._replace(outcome=outcome)
         return joined
+
+    def unfollow(self, request_id: RequestId) -> DecisionRecord | None:
+        """Nobody follows the newest decision about a request; None when that is known, or plainly not so."""
+        record = self.newest(request_id)
+        if record is None or not record.followed or record.outcome is not None or record.admission is Admission.SHED:
+            return None
+        self._records[record.decision_id] = record._replace(followed=False)
+        return record
 
     def newest(self, request_id: RequestId) -> DecisionRecord | None:
         """The newest decision about a request, None when none is kept."""
@@ -253,7 +264,7 @@ def _floor(decision: Decision) -> str:
 def _outcome_lines(record: DecisionRecord) -> list[str]:
     outcome = record.outcome
     if outcome is None:
-        return ["outcome: not reported yet"]
+        return ["outcome: not reported yet" if record.followed else "outcome: none, as nobody followed this decision"]
     predicted = max(1, record.decision.price_ns)
     off = 100.0 * (outcome.ttft_ns - predicted) / predicted
     lines = [

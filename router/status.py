@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from kvpool.reports import GOODPUT_MET, GOODPUT_MISSED_TPOT, GOODPUT_MISSED_TTFT
-from kvpool.types import WorkerKey
+from kvpool.types import MemberState, WorkerKey
 from router.estimators import LinkEstimators
 from router.fleet import Fleet
 from router.learned import Learned
 
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """A router's state at one moment.
+
+    Attributes:
+        states: how many workers are known, by state.
+        report_age_ns: age of the oldest last report among workers that have work; idle ones need not report.
+        queued: requests that were told to ask again.
+        promises: requests whose promises still count.
+    """
+
+    states: Mapping[MemberState, int]
+    report_age_ns: int
+    queued: int
+    promises: int
+
+
 _GOODPUT = {"met": GOODPUT_MET, "missed_ttft": GOODPUT_MISSED_TTFT, "missed_tpot": GOODPUT_MISSED_TPOT}
+
+
+def vitals(fleet: Fleet, queued: int, promises: int, now_ns: int) -> Vitals:
+    """See `Vitals`."""
+    reported = fleet.columns.reported_ns
+    due = reported[np.isfinite(reported)]
+    age_ns = max(0, now_ns - int(due.min())) if len(due) else 0
+    return Vitals(Counter(view.state for view in fleet.workers), age_ns, queued, promises)
 
 
 def worker_rows(

@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,8 +16,8 @@ from kvpool.cli.connect import open_client, running_state
 from kvpool.cli.output import AddressOption, JsonOption, NameOption, console, guarded, print_json, print_table, progress
 from kvpool.cluster.state import DEFAULT_NAME, read_state
 from kvpool.cluster.summary import summary
-from kvpool.config import MAX_ROUTERS, ClusterConfig, load_config, parse_config
-from kvpool.errors import KVPoolError, RequestError, UnavailableError
+from kvpool.config import MAX_METRICS_PORT, MAX_ROUTERS, ClusterConfig, load_config, parse_config
+from kvpool.errors import BY_CODE, KVPoolError, RequestError, UnavailableError
 
 DOWN_TIMEOUT_S = 60.0
 MAX_COLUMNS = 8
@@ -30,6 +31,14 @@ def up(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Bundled name, local path or hub id (without --config).")] = None,
     http_port: Annotated[int | None, typer.Option(help="Serve the OpenAI-compatible API on this port.")] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_METRICS_PORT,
+            help="Serve Prometheus metrics: routers from this port on, then metadata servers (without --config).",
+        ),
+    ] = None,
     name: NameOption = DEFAULT_NAME,
     ray_address: Annotated[
         str | None, typer.Option(help="Place the actors on this Ray cluster (host:port); default: an embedded one.")
@@ -37,23 +46,39 @@ def up(
     json_: JsonOption = False,
 ) -> None:
     """Start a cluster and leave it running."""
-    guarded(lambda: _up(_settings(config, workers, model, http_port, routers), name, ray_address, json_), as_json=json_)
+    options = _Options(workers, routers, model, http_port, metrics_port)
+    guarded(lambda: _up(_settings(config, options), name, ray_address, json_), as_json=json_)
 
 
-def _settings(
-    path: Path | None, workers: int | None, model: str | None, http_port: int | None, routers: int | None = None
-) -> ClusterConfig:
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """What can be set without a file; None is the default."""
+
+    workers: int | None = None
+    routers: int | None = None
+    model: str | None = None
+    http_port: int | None = None
+    metrics_port: int | None = None
+
+
+def _settings(path: Path | None, options: _Options) -> ClusterConfig:
     if path is not None:
-        if (workers, model, http_port, routers) != (None, None, None, None):
+        if options != _Options():
             raise RequestError(
-                "--workers, --routers, --model and --http-port are settings of the file when --config is given"
+                "--workers, --routers, --model, --http-port and --metrics-port are settings of the file when --config "
+                "is given"
             )
         return load_config(path)
-    group: dict[str, Any] = {} if workers is None else {"count": workers}
-    if model is not None:
-        group["engine"] = {"model": model}
-    router = {} if routers is None else {"count": routers}
-    return parse_config({"workers": [group], "router": router, "gateway": {"port": http_port}})
+    group: dict[str, Any] = {} if options.workers is None else {"count": options.workers}
+    if options.model is not None:
+        group["engine"] = {"model": options.model}
+    router: dict[str, Any] = {} if options.routers is None else {"count": options.routers}
+    metadata = {}
+    if options.metrics_port is not None:
+        router["metrics_port"] = options.metrics_port
+        metadata["metrics_port"] = options.metrics_port + (options.routers or 1)
+    gateway = {"port": options.http_port}
+    return parse_config({"workers": [group], "router": router, "metadata": metadata, "gateway": gateway})
 
 
 def _up(config: ClusterConfig, name: str, ray_address: str | None, as_json: bool) -> None:
@@ -96,10 +121,7 @@ def _wait_ready(supervisor: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def _error_of(message: dict[str, Any]) -> KVPoolError:
-    kinds: list[type[KVPoolError]] = [KVPoolError]
-    for kind in kinds:
-        kinds.extend(kind.__subclasses__())
-    return {kind.code: kind for kind in kinds}.get(message["code"], KVPoolError)(message["error"])
+    return BY_CODE.get(message["code"], KVPoolError)(message["error"])
 
 
 def down(name: NameOption = DEFAULT_NAME, json_: JsonOption = False) -> None:

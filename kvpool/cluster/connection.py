@@ -62,6 +62,7 @@ class ClusterInfo:
         metadata: addresses of the metadata servers.
         workers: names of the worker actors the launcher started.
         routers: names of the router actors.
+        metadata_metrics: of every metadata server, where its metrics are; empty when none are served.
     """
 
     model: str
@@ -70,6 +71,7 @@ class ClusterInfo:
     metadata: tuple[str, ...]
     workers: tuple[WorkerId, ...]
     routers: tuple[str, ...] = (ROUTER_NAME,)
+    metadata_metrics: tuple[str, ...] = ()
 
 
 def map_ray_error(error: Exception, what: str) -> KVPoolError:

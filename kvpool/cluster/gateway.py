@@ -23,23 +23,21 @@ def _application(cluster: str) -> str:
     return f"kvpool-{cluster}"
 
 
-def require_free_port(config: GatewayConfig) -> None:
-    """Check that the gateway can have its port, before anything expensive is started.
+def require_free_port(host: str, port: int | None, field: str) -> None:
+    """Check that a port can be had, before anything expensive is started; None is no port.
 
     Raises:
-        ConfigError: the port is in use, or the host is not an address of this machine.
+        ConfigError: the port is in use, or the host is not an address of this machine; names the setting ``field``.
     """
-    if config.port is None:
+    if port is None:
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((config.host, config.port))
+            probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"gateway port {config.port} on {config.host} cannot be bound ({error.strerror}); choose another "
-                "gateway.port",
-                field="gateway.port",
+                f"port {port} on {host} cannot be bound ({error.strerror}); choose another {field}", field=field
             ) from error
 
 

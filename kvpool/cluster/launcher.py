@@ -38,7 +38,7 @@ from kvpool.cluster.processes import MetadataProcesses
 from kvpool.cluster.ray_auth import provide_token
 from kvpool.cluster.routers import router_name
 from kvpool.cluster.state import DEFAULT_NAME
-from kvpool.config import ClusterConfig, WorkerConfig
+from kvpool.config import ClusterConfig, RouterConfig, WorkerConfig
 from kvpool.errors import ConfigError, KVPoolError, UnavailableError
 from kvpool.types import WorkerId
 from kvpool.wallclock import CLUSTER_DIR_VARIABLE
@@ -116,7 +116,7 @@ class Cluster:
         """
         _require_one_layout(config)
         if ray_address is None:  # elsewhere it is Ray's head that binds it
-            require_free_port(config.gateway)
+            _require_free_ports(config)
         progress(f"model {config.workers[0].engine.model}: resolving")
         model = resolve_model(config.workers[0].engine.model)
         cluster_dir = Path(tempfile.mkdtemp(prefix="kvpool-"))
@@ -285,12 +285,15 @@ class Cluster:
             metadata=self.metadata.addresses,
             workers=self.worker_ids,
             routers=names,
+            metadata_metrics=self.metadata.metrics,
         )
         for number, name in enumerate(names):
             options = RouterActor.options(  # type: ignore[attr-defined]
                 name=name, namespace=namespace_of(self.name), **_placement(number)
             )
-            self._launched.routers[name] = options.remote(self.config.router, info, str(self.cluster_dir), name)
+            self._launched.routers[name] = options.remote(
+                _router_config(self.config.router, number), info, str(self.cluster_dir), name
+            )
         known = {name: actor.ready.remote(len(ready)) for name, actor in self._launched.routers.items()}
         for name, reference in known.items():
             _get(reference, name, READY_TIMEOUT_S)
@@ -304,6 +307,20 @@ def _end_guardian(guardian: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         guardian.kill()
         guardian.wait(STOP_TIMEOUT_S)
+
+
+def _require_free_ports(config: ClusterConfig) -> None:
+    require_free_port(config.gateway.host, config.gateway.port, "gateway.port")
+    if config.router.metrics_port is not None:
+        for number in range(config.router.count):
+            require_free_port(config.router.metrics_host, config.router.metrics_port + number, "router.metrics_port")
+
+
+def _router_config(config: RouterConfig, number: int) -> RouterConfig:
+    """The settings of one of the routers: each has a port of its own for metrics."""
+    if config.metrics_port is None:
+        return config
+    return config.model_copy(update={"metrics_port": config.metrics_port + number})
 
 
 def _require_one_layout(config: ClusterConfig) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 OWN_NUMBERS = ("records", "records_dropped", "promises")
 OWN_COUNTS = ("decisions", "unfollowed", "admissions")
 HEARD_COUNTERS = frozenset({"reports_of_strangers", "reports_repeated"})
-OF_EACH = ("router_id", "share_of_the_traffic", "learned", "metadata")
+OF_EACH = ("router_id", "share_of_the_traffic", "learned", "metadata", "metrics")
 
 
 def merge(statuses: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -67,6 +67,7 @@ def router_rows(statuses: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str
             "members": len(part["workers"]),
             "directory": "connected" if part["metadata"]["connected"] else "not connected",
             "started_from": part["learned"]["started_from"],
+            "metrics": part["metrics"],
         }
         for name, part in statuses.items()
     }

@@ -57,6 +57,12 @@ class MetadataProcesses:
         return tuple(server.address for server in self._servers)
 
     @property
+    def metrics(self) -> tuple[str, ...]:
+        """Where every replica serves its metrics, in order; empty when none does."""
+        host, port = self._config.host, self._config.metrics_port
+        return () if port is None else tuple(f"http://{host}:{port + item.index}/metrics" for item in self._servers)
+
+    @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of the replicas that run now, in order."""
         return tuple(server.process.pid for server in self._servers)

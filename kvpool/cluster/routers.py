@@ -38,6 +38,13 @@ def is_router(actor: str) -> bool:
     return actor == ROUTER_NAME or actor.startswith(f"{ROUTER_NAME}-")
 
 
+def first_asked(count: int, key: str) -> int:
+    """The number of the router, of ``count``, that ``key`` names."""
+    if count == 1:
+        return 0
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") % count
+
+
 class Routers:
     """The routers as one client knows them. Until `learn` has been called they are all names there could be."""
 
@@ -57,9 +64,8 @@ class Routers:
 
     def order(self, key: str, now_s: float) -> tuple[str, ...]:
         """Whom to ask first, second, … about what ``key`` names; those that failed lately come last."""
-        names, start = self._names, 0
-        if self._known and len(names) > 1:
-            start = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") % len(names)
+        names = self._names
+        start = first_asked(len(names), key) if self._known else 0
         rotated = names[start:] + names[:start]
         return tuple(sorted(rotated, key=lambda name: self._shunned_until_s.get(name, 0.0) > now_s))
 
@@ -79,7 +85,7 @@ class Answer:
     Attributes:
         value: what was said.
         by: who said it.
-        late: who was asked as well, and has not answered or only at the same time.
+        late: who was asked before, and has not answered or only at the same time.
     """
 
     value: Any
@@ -115,7 +121,8 @@ async def ask_in_turn(order: Sequence[str], ask: Callable[[str], Awaitable[Any]]
                     continue
                 error = call.exception()
                 if error is None:
-                    return Answer(call.result(), name, tuple(other for other in running if other != name))
+                    before = tuple(running)[: list(running).index(name)]
+                    return Answer(call.result(), name, before)
                 if not isinstance(error, UnavailableError):
                     raise error
                 errors[name] = error

@@ -39,12 +39,15 @@ async def cluster_status(connection: ClusterConnection) -> dict[str, Any]:
     workers |= dict(
         zip(later, await asyncio.gather(*(_part(_worker_status(connection, name)) for name in later)), strict=True)
     )
+    metadata = dict(zip(info.metadata, others[len(info.workers) :], strict=True))
+    for part, metrics in zip(metadata.values(), info.metadata_metrics, strict=False):
+        part["metrics"] = metrics
     return {
         "model": info.model,
         "router": router,
         "routers": router_rows(routers),
         "workers": workers,
-        "metadata": dict(zip(info.metadata, others[len(info.workers) :], strict=True)),
+        "metadata": metadata,
     }
 
 

@@ -11,18 +11,15 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 
-from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvpool.errors import ConfigError
 from kvpool.metadata.state import DirectoryState
 from kvpool.metadata.worker_totals import WORKER_TOTALS, WorkerTotals
 from kvpool.types import MemberState, Tier
 
 PREFIX = "kvpool_metadata_"
 SCRAPE_TIMEOUT_S = 5.0
-JOIN_S = 5.0
 
 _HELP = {
     "joins": "Workers that joined",
@@ -123,32 +120,3 @@ def resident_bytes() -> int:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
     except OSError:
         return 0
-
-
-class MetricsServer:
-    """Serves the metrics over HTTP from a thread; `close` when done.
-
-    Raises:
-        ConfigError: the port cannot be bound.
-    """
-
-    def __init__(
-        self, collect: Callable[[], list[Metric]], loop: asyncio.AbstractEventLoop, host: str, port: int
-    ) -> None:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(LoopCollector(collect, loop))
-        try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another --metrics-port",
-                host=host,
-                port=port,
-            ) from error
-        self.address = f"{host}:{self._server.server_port}"
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(JOIN_S)

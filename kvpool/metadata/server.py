@@ -26,12 +26,13 @@ from prometheus_client.core import Metric
 
 from kvpool.errors import ConfigError
 from kvpool.metadata.membership import DirectoryLimits
-from kvpool.metadata.metrics import MetricsServer, gauge, metrics_of
+from kvpool.metadata.metrics import LoopCollector, gauge, metrics_of
 from kvpool.metadata.rpc import SERVER_OPTIONS
 from kvpool.metadata.security import Security
 from kvpool.metadata.service import SERVICE_NAME, MetadataService, handlers
 from kvpool.metadata.state import DirectoryState
 from kvpool.metadata.v1 import metadata_pb2
+from kvpool.metrics import MetricsServer
 from kvpool.wallclock import unix_ns
 
 EXIT_BAD_INPUT = 2
@@ -98,7 +99,7 @@ class MetadataServer:
         self._clock = asyncio.create_task(self.service.run())
         if self._options.metrics_port is not None:
             loop = asyncio.get_running_loop()
-            self._metrics = MetricsServer(self._collect, loop, host, self._options.metrics_port)
+            self._metrics = MetricsServer(LoopCollector(self._collect, loop), host, self._options.metrics_port)
             self.metrics_address = self._metrics.address
 
     def _collect(self) -> list[Metric]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 
-from kvpool import errors
-from kvpool.errors import KVPoolError
+from kvpool.errors import BY_CODE
 from kvpool.reports import WorkerReport
 from kvpool.types import WorkerKey
 
@@ -46,8 +45,6 @@ OTHER = "other"
 MAX_WORKERS = 4096
 """Incarnations whose last totals are remembered."""
 
-_CODES = {kind.code for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, KVPoolError)}
-
 
 class WorkerTotals:
     """Sums over all workers since the directory started. Not thread-safe."""
@@ -72,7 +69,7 @@ class WorkerTotals:
             if name in WORKER_TOTALS:
                 self.totals[name] += gained
             elif gained:
-                self.failures[family, code if code in _CODES else OTHER] += gained
+                self.failures[family, code if code in BY_CODE else OTHER] += gained
         self._seen[report.key] = {**before, **now}
         while len(self._seen) > MAX_WORKERS:
             self._seen.popitem(last=False)

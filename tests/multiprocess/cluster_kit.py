@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
@@ -122,6 +123,21 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}"
         time.sleep(0.02)
+
+
+def free_ports(count: int) -> int:
+    """The first of ``count`` neighbouring ports that are free, as far as anybody can know."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+            probes[0].bind(("127.0.0.1", 0))
+            first = int(probes[0].getsockname()[1])
+            try:
+                for number, probe in enumerate(probes[1:], start=1):
+                    probe.bind(("127.0.0.1", first + number))
+            except (OSError, OverflowError):
+                continue
+            return first
 
 
 def processes_of(cluster_dir: str) -> list[str]:

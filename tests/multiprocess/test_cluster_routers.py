@@ -6,18 +6,22 @@ import asyncio
 import os
 import random
 import signal
+import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvpool.client import AsyncKVPoolClient
 from kvpool.cluster.launcher import Cluster
 from kvpool.cluster.routers import Routers
-from kvpool.config import ClusterConfig, EngineConfig, RouterConfig, WorkerConfig
+from kvpool.config import ClusterConfig, EngineConfig, MetadataConfig, RouterConfig, WorkerConfig
 from kvpool.errors import RequestError
 from kvpool.request import GenerateResult
-from tests.multiprocess.cluster_kit import ClusterKit, wait_until
+from kvpool.types import RequestId
+from tests.multiprocess.cluster_kit import ClusterKit, free_ports, wait_until
 from workers.engine.reference import PlainModel
 
 pytestmark = pytest.mark.cluster
@@ -30,7 +34,12 @@ RESTART_S = 60.0
 def kit(tiny_model_path: Path) -> Iterator[ClusterKit]:
     """Two workers with a tiny model, and two routers."""
     engine = EngineConfig(model=str(tiny_model_path), num_blocks=256)
-    config = ClusterConfig(workers=(WorkerConfig(count=2, engine=engine),), router=RouterConfig(count=2))
+    port = free_ports(3)
+    config = ClusterConfig(
+        workers=(WorkerConfig(count=2, engine=engine),),
+        router=RouterConfig(count=2, metrics_port=port),
+        metadata=MetadataConfig(metrics_port=port + 2),
+    )
     kit = ClusterKit(Cluster.start(config, name="routers"))
     yield kit
     kit.close()
@@ -88,13 +97,44 @@ def test_requests_spread_over_both_routers_and_nothing_is_counted_twice(kit: Clu
     wait_until(lambda: all(path.exists() for path in learned), 20.0, "each keeps what it learned")
 
 
+def _scrape(url: str) -> dict[str, float]:
+    """Samples of one exporter, labels in the name as they are written."""
+    with urllib.request.urlopen(url, timeout=10.0) as reply:
+        lines = [line for line in reply.read().decode().splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def test_status_tells_where_every_router_and_server_has_its_metrics_and_a_failover_is_seen_there(
+    kit: ClusterKit,
+) -> None:
+    status = kit.status()
+    urls = [status["routers"][name]["metrics"] for name in NAMES]
+    before = [_scrape(url) for url in urls]
+    assert sum(value for name, value in before[0].items() if name.startswith("kvpool_router_decisions_total")) == 3
+    assert all(told["kvpool_router_decision_seconds_count"] == 3 for told in before)
+    assert all(told['kvpool_router_workers{state="alive"}'] == 2 for told in before)
+    assert all(told["kvpool_router_ttft_ratio_count"] == 3 for told in before)
+    (server,) = status["metadata"].values()
+    assert _scrape(server["metrics"])["kvpool_metadata_watchers"] >= 2
+    orphan = _ids_of(SECOND, 1, "failover")[0]
+    request = replace(kit.request(_prompt(0), max_tokens=1), request_id=RequestId(orphan))
+    kit.run(kit.connection.call(FIRST, "route", request, frozenset()))  # as when the other one is down
+    kit.run(kit.connection.call(FIRST, "release", orphan))
+    after = _scrape(urls[0])
+    assert after['kvpool_router_failovers_total{failed="router"}'] == 1
+    assert sum(value for name, value in after.items() if name.startswith("kvpool_router_unfollowed_total")) == 1
+
+
 def test_a_stopped_router_is_named_at_once_and_what_it_decides_when_it_goes_on_is_not_counted(kit: ClusterKit) -> None:
-    decided = sum(kit.status()["router"]["decisions"].values())
+    router = kit.status()["router"]
+    decided, before = sum(router["decisions"].values()), sum(router["unfollowed"].values())
     known = _ids_of(FIRST, 1, "calm")[0]
     orphan = _ids_of(SECOND, 1, "stopped")[0]
+    client = AsyncKVPoolClient.of(kit.cluster.connection())  # one that has not been waiting for anybody yet
+    kit.run(client.info())
     stopped = kit.signal(SECOND, signal.SIGSTOP)
     try:
-        kit.run(_all(kit, [orphan], 2))
+        kit.run(client.generate(_prompt(0), max_tokens=2, request_id=orphan))
         status = kit.status()
         assert "is silent" in status["routers"][SECOND]["error"]
         assert status["routers"][FIRST]["decisions"] == sum(status["router"]["decisions"].values())
@@ -102,7 +142,7 @@ def test_a_stopped_router_is_named_at_once_and_what_it_decides_when_it_goes_on_i
         assert all('"router": "router"' in line for line in kit.run(kit.client.records()))
     finally:
         os.kill(stopped, signal.SIGCONT)
-    wait_until(lambda: kit.status()["router"]["unfollowed"], 20.0, "it decided late, for nobody")
+    wait_until(lambda: sum(kit.status()["router"]["unfollowed"].values()) == before + 1, 20.0, "it decided for nobody")
     assert sum(kit.status()["router"]["decisions"].values()) == decided + 1
 
 

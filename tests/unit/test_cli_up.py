@@ -15,11 +15,12 @@ from kvpool.errors import RequestError
 
 
 def test_the_options_are_settings_and_a_file_has_its_own() -> None:
-    config = cluster._settings(None, 2, None, None, 3)
+    config = cluster._settings(None, cluster._Options(workers=2, routers=3, metrics_port=9100))
     assert (config.num_workers, config.router.count) == (2, 3)
-    assert cluster._settings(None, None, None, None) == ClusterConfig()
+    assert (config.router.metrics_port, config.metadata.metrics_port) == (9100, 9103)
+    assert cluster._settings(None, cluster._Options()) == ClusterConfig()
     with pytest.raises(RequestError, match="--routers"):
-        cluster._settings(Path("kvpool.toml"), None, None, None, 2)
+        cluster._settings(Path("kvpool.toml"), cluster._Options(routers=2))
 
 
 class _Supervisor:

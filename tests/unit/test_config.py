@@ -46,3 +46,9 @@ def test_a_missing_or_broken_file_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "broken.toml").write_text("[workers")
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_config(tmp_path / "broken.toml")
+
+
+def test_routers_and_replicas_cannot_have_the_same_ports_for_their_metrics() -> None:
+    parse_config({"router": {"count": 2, "metrics_port": 9100}, "metadata": {"metrics_port": 9102}})
+    with pytest.raises(ConfigError, match="9100 to 9101 and 9101 to 9101; move one"):
+        parse_config({"router": {"count": 2, "metrics_port": 9100}, "metadata": {"metrics_port": 9101}})

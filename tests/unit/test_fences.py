@@ -12,6 +12,7 @@ PACKAGES = ("kvpool", "router", "workers")
 ALLOWED = {
     "grpc": ("kvpool/metadata/",),
     "ucxx": ("kvpool/transport/",),
+    "prometheus_client": ("kvpool/metrics.py", "kvpool/metadata/", "router/metrics.py"),
     "nixl": ("kvpool/transport/", "kvpool/bench/transfer_peer_script.py"),
     "lz4": ("kvpool/transport/compression.py",),
     "zstandard": ("kvpool/transport/compression.py",),
@@ -73,6 +74,7 @@ PURE = (
     "router/disks.py",
     "router/fills.py",
     "router/status.py",
+    "router/sizes.py",
     "router/tally.py",
     "router/admission.py",
     "router/decoding.py",

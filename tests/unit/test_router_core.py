@@ -362,18 +362,17 @@ def test_peers_read_a_device_tiers_copies_from_host_memory(below: Tier) -> None:
 
 def test_a_decision_that_nobody_follows_is_not_counted_and_told_apart() -> None:
     core, _, clock = make_core()
-    for name in ("followed", "late"):
-        core.route(meta(name))
-    core.give_back(RequestId("late"))  # another router's answer came first
-    core.give_back(RequestId("late"))
-    core.give_back(RequestId("never seen"))
-    assert (core.status()["decisions"], core.status()["unfollowed"]) == ({"redo": 1}, {"redo": 1})
+    served = core.route(meta("served"))
+    late = core.route(meta("late"))
     clock.now_ns += MS
-    core.on_report(report(0, 1, WorkerLoad(served_request_ids=(RequestId("followed"),))))
-    core.on_report(report(1, 1, WorkerLoad(served_request_ids=(RequestId("followed"),))))
-    core.on_report(report(2, 1, WorkerLoad(served_request_ids=(RequestId("followed"),))))
-    core.give_back(RequestId("followed"))  # a worker has it, so somebody followed
-    assert core.status()["decisions"] == {"redo": 1}
+    taken = WorkerLoad(served_request_ids=(RequestId("late"),))  # by what another router decided, on the same worker
+    core.on_report(report(int(late.worker_id[1:]), 1, taken))
+    core.outcome(RequestOutcome(RequestId("served"), served.decision_id, served.worker_id, S, 0, 0, 1, 0, 0, 0))
+    for name in ("late", "late", "served", "never seen"):
+        core.give_back(RequestId(name))
+    assert (core.status()["decisions"], core.status()["unfollowed"]) == ({"redo": 1}, {"redo": 1})
+    assert core.explain(RequestId("late"))[-1] == "outcome: none, as nobody followed this decision"
+    assert [record.to_dict()["followed"] for record in core.records()] == [True, False]
 
 
 def test_a_decision_that_was_followed_for_a_while_stays_counted() -> None:

@@ -128,6 +128,20 @@ def test_a_silent_router_is_asked_no_longer_once_another_one_has_answered_and_is
     assert (answer.value, answer.late, script.cancelled) == ("by router-1", ("router",), ["router"])
 
 
+def test_a_router_that_was_asked_last_is_not_called_late_when_an_earlier_one_answers() -> None:
+    second = asyncio.Event()
+
+    class Script(_Script):
+        async def ask(self, name: str) -> Any:
+            if name == "router-1":
+                second.set()
+            return await super().ask(name)
+
+    answer, script = _run(lambda: Script(router=second, router_1=asyncio.Event()), SOON_S)
+    assert isinstance(answer, Answer)
+    assert (answer.value, answer.late, script.asked) == ("by router", (), ["router", "router-1"])
+
+
 def test_a_router_that_is_merely_slow_is_not_given_up_when_the_others_fail() -> None:
     slow = asyncio.Event()
 
@@ -284,6 +298,7 @@ def _status(decided: int, *, failed: int = 0, members: int = 1, met: int = 0) ->
         "counters": {"outcomes": decided, "reports_repeated": 3},
         "learned": {"started_from": "priors"},
         "metadata": {"connected": True},
+        "metrics": "http://127.0.0.1:9100/metrics",
     }
 
 
