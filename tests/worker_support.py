@@ -21,7 +21,7 @@ from kvpool.reports import WorkerReport
 from kvpool.request import FinishReason, GenerateRequest, RequestStats, SamplingParams, TokenChunk, TokenLogprobs
 from kvpool.types import BlockHash, BlockId, RequestId, Tier
 from workers.engine.base import SequenceSlice
-from workers.gate import Gate, LoadView, Ruling, Verdict
+from workers.gate import Gate, LoadView, Rest, Ruling, Verdict
 
 if TYPE_CHECKING:
     from workers.core import WorkerCore
@@ -206,7 +206,7 @@ class WatchedFake(WatchedDevice, FakeEngine):
 class PatientGate(Gate):
     """Waits for every load until its deadline, so that a test can say how many blocks are loaded."""
 
-    def rule(self, view: LoadView, missing_tokens: int, now_ns: int, *, idle: bool) -> Ruling:
+    def rule(self, view: LoadView, rest: Rest, now_ns: int, *, idle: bool) -> Ruling:
         return Ruling(Verdict.GIVE_UP if now_ns >= view.deadline_ns else Verdict.WAIT)
 
 

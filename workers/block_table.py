@@ -121,6 +121,12 @@ class BlockTable:
         self._advance_sealed()
         return replaced
 
+    def share(self, index: int, block_id: BlockId, state: PageState) -> BlockId | None:
+        """Use the page of another one's load, in the state it is in there; returns the page it replaces, if any."""
+        replaced = self.page(index)
+        self._pages[index] = (block_id, state)
+        return replaced
+
     def move(self, index: int, state: PageState) -> None:
         """Put a page into another state; sealing goes through `seal`."""
         block_id, before = self._pages[index]

@@ -10,7 +10,7 @@ from kvpool.errors import InvariantViolation
 from kvpool.store.segment import SealRequest, Segment
 from kvpool.store.worth import WORK_UNIT
 from kvpool.types import BlockId
-from workers.block_table import PageState
+from workers.block_table import BlockTable, PageState
 from workers.device_copies import DeviceCopies
 from workers.engine.base import Engine
 from workers.sequence import Sequence
@@ -48,6 +48,7 @@ class Bridge:
         """Store what became complete and offer it; returns how many blocks the sealed run grew by."""
         table = sequence.table
         computed_blocks = sequence.computed_tokens // table.block_tokens
+        self._take_sealed(table, computed_blocks)
         ready = table.sealable(computed_blocks)
         blank = {index: None for index in ready if table.state(index) is PageState.BLANK}
         self._store(sequence, list(blank))
@@ -62,6 +63,14 @@ class Bridge:
         if self._device is not None:
             self._device.take_offers(sequence)
         return len(ready)
+
+    def _take_sealed(self, table: BlockTable, computed_blocks: int) -> None:
+        """Pages that several requests share, because one's load brought them, are sealed by the first."""
+        for index in table.sealable(computed_blocks):
+            page = table.page(index)
+            if table.state(index) is PageState.FILLED and self._segment.lookup(table.chain[index]) == page:
+                assert page is not None
+                table.seal(index, page)
 
     def work_of(self, index: int) -> int:
         """What computing the block at this place of a chain costs, in `kvpool.store.worth.WORK_UNIT`."""

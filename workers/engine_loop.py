@@ -185,14 +185,18 @@ class EngineLoop:
         self._expire(step)
         if step.work:
             self._run(step)
-        for sequence in landed:
+        with parts.lock:
+            owed = [sequence for sequence in step.owed if sequence.slot is not None]  # else it left in the step
+            for sequence in owed:
+                parts.scheduler.rescue(sequence)
+        for sequence in (*landed, *owed):
             parts.bridge.seal(sequence)  # after the step: a checksum must not stand before a first token
         self._report()
         if not step.work:
             with parts.lock:
                 if not self._active and not parts.flights.count and not parts.pulling():
                     parts.bridge.check_at_rest()
-            if not landed:  # else others can use what was sealed just now
+            if not landed and not owed:  # else others can use what was sealed just now
                 self._sleep(step)
 
     def _expire(self, step: Step) -> None:

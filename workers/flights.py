@@ -113,14 +113,14 @@ class Flights:
             if not progress.terminal:
                 continue
             del self._flights[number]
-            self._account(flight.order, progress)
+            self._account(flight.order.sequence.plan, self._scheduler.owner(number) or flight.order.sequence, progress)
             sequence = self._scheduler.land(number)
             if sequence is not None:
                 landed.append(sequence)
         return landed
 
-    def _account(self, order: LoadOrder, progress: LoadProgress) -> None:
-        counters, tally, plan = self._reporter.counters, order.sequence.tally, order.sequence.plan
+    def _account(self, plan: Plan, sequence: Sequence, progress: LoadProgress) -> None:
+        counters, tally = self._reporter.counters, sequence.tally
         ended_ns = max(progress.started_ns, progress.finished_ns or progress.started_ns)
         elapsed_ns = ended_ns - progress.started_ns
         failures = [code for code in progress.failures if code != TransferCancelledError.code]
@@ -134,7 +134,7 @@ class Flights:
         counters["bytes_loaded"] += progress.bytes_arrived
         tally.load_failures += tuple(failures)
         if tally.load_started_ns is None:
-            tally.load_started_ns = progress.started_ns
+            tally.load_started_ns = max(progress.started_ns, min(ended_ns, sequence.arrival_ns))  # it may be inherited
         tally.load_ns = ended_ns - tally.load_started_ns
 
 

@@ -12,12 +12,15 @@ as it was expected to take. The prefill speed is learned from this worker's own 
     past the load's deadline → GIVE UP
 
 with L the rest of the load and R the redo of what is missing. Source: ``docs/science.md``, two-way split and failure.
+A load for another request (a twin) is priced like an own one, from the two counts of `Rest`: the twin may lack only a
+part of it, and other blocks may come first.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 from kvpool.plan import Plan, PlanKind
 
@@ -48,6 +51,18 @@ class Ruling:
     tokens: int | None = None
 
 
+class Rest(NamedTuple):
+    """What a load still has to do for one sequence, in blocks.
+
+    Attributes:
+        missing: that the sequence lacks, from its next one on; it would have to compute them.
+        coming: that the load brings until the last of those is there. More when others come before, or fewer.
+    """
+
+    missing: int
+    coming: int
+
+
 @dataclass(frozen=True, slots=True)
 class LoadView:
     """A load as the scheduler sees it.
@@ -55,6 +70,7 @@ class LoadView:
     Attributes:
         started_ns, deadline_ns: when it began and when it is given up.
         expected_ns: how long the router thought it would take.
+        total_blocks: what it brings in all.
         tail_first: blocks come from the end of the chain, to meet the computed front.
         arrived_blocks: what is verified and in place.
     """
@@ -62,30 +78,31 @@ class LoadView:
     started_ns: int
     deadline_ns: int
     expected_ns: int
+    total_blocks: int
     tail_first: bool = False
     arrived_blocks: int = 0
 
     @classmethod
-    def starting(cls, plan: Plan, now_ns: int) -> LoadView:
-        """A load that begins now."""
+    def starting(cls, plan: Plan, now_ns: int, total_blocks: int) -> LoadView:
+        """A load of so many blocks that begins now."""
         budget_ns = plan.load_deadline_ns or DEFAULT_DEADLINE_NS
         expected_ns = budget_ns // DEADLINE_FACTOR
         if plan.predicted_ttft_ns:
             expected_ns = min(expected_ns, plan.predicted_ttft_ns)
         if plan.predicted_load_ns:
             expected_ns = plan.predicted_load_ns
-        return cls(now_ns, now_ns + budget_ns, expected_ns, plan.kind is PlanKind.SPLIT)
+        return cls(now_ns, now_ns + budget_ns, expected_ns, total_blocks, plan.kind is PlanKind.SPLIT)
 
     def with_arrived(self, blocks: int) -> LoadView:
         """The same load after ``blocks`` blocks arrived."""
         return replace(self, arrived_blocks=blocks)
 
-    def rest_ns(self, missing_blocks: int, now_ns: int) -> int:
-        """Estimated time until ``missing_blocks`` more are there."""
+    def rest_ns(self, coming_blocks: int, now_ns: int) -> int:
+        """Estimated time until ``coming_blocks`` more are there."""
         elapsed_ns = now_ns - self.started_ns
         if self.arrived_blocks == 0:
-            return max(self.expected_ns - elapsed_ns, elapsed_ns)
-        return elapsed_ns * missing_blocks // self.arrived_blocks
+            return max(self.expected_ns * coming_blocks // max(1, self.total_blocks) - elapsed_ns, elapsed_ns)
+        return elapsed_ns * coming_blocks // self.arrived_blocks
 
 
 class PrefillSpeed:
@@ -144,12 +161,12 @@ class Gate:
         t0_ns, token_ns = self._speed.fit()
         return int(t0_ns + token_ns * tokens)
 
-    def rule(self, view: LoadView, missing_blocks: int, now_ns: int, *, idle: bool) -> Ruling:
+    def rule(self, view: LoadView, rest: Rest, now_ns: int, *, idle: bool) -> Ruling:
         """Rule on a sequence whose next block is in flight.
 
         Args:
-            view: its load.
-            missing_blocks: blocks still in flight from the next one on.
+            view: the load that brings it.
+            rest: what that still has to do for this sequence.
             now_ns: now.
             idle: no other prefill could use the GPU in this step.
         """
@@ -158,9 +175,9 @@ class Gate:
         if not self._speed.known:
             late = idle and now_ns - view.started_ns > view.expected_ns
             return Ruling(Verdict.COMPUTE, self._block_tokens) if late else Ruling(Verdict.WAIT)
-        rest_ns = view.rest_ns(missing_blocks, now_ns)
+        rest_ns = view.rest_ns(rest.coming, now_ns)
         t0_ns, token_ns = self._speed.fit()
-        missing_tokens = missing_blocks * self._block_tokens
+        missing_tokens = rest.missing * self._block_tokens
         redo_ns = t0_ns + token_ns * missing_tokens
         meets = idle and view.tail_first
         share = missing_tokens * rest_ns / (rest_ns + redo_ns) if meets else 0.0
@@ -170,6 +187,7 @@ class Gate:
         tokens = share if meets else (rest_ns / 2 - t0_ns) / max(1.0, token_ns)
         return Ruling(Verdict.COMPUTE, max(1, int(tokens) // self._block_tokens) * self._block_tokens)
 
-    def review_ns(self, view: LoadView, now_ns: int) -> int:
-        """When a sequence that waits for ``view`` should be looked at again without any event."""
-        return min(view.deadline_ns, now_ns + max(MIN_REVIEW_NS, view.rest_ns(1, now_ns) // 4))
+    def review_ns(self, view: LoadView, coming_blocks: int, now_ns: int) -> int:
+        """When a sequence that waits for ``coming_blocks`` of a load should be looked at again without any event."""
+        rest_ns = view.rest_ns(1 if view.arrived_blocks else coming_blocks, now_ns)
+        return min(view.deadline_ns, now_ns + max(MIN_REVIEW_NS, rest_ns // 4))

@@ -17,7 +17,7 @@ Not thread-safe: callers share one lock.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -25,11 +25,13 @@ from dataclasses import dataclass, field
 from kvpool.config import SchedulerConfig
 from kvpool.errors import CapacityError, InvariantViolation
 from kvpool.types import BlockHash, BlockId
-from workers.block_table import READABLE, PageState
-from workers.gate import Gate, LoadView, Ruling, Verdict
-from workers.load_book import Flight, LoadBook
+from workers.block_table import READABLE
+from workers.gate import Gate, LoadView, Verdict
+from workers.load_book import LoadBook
+from workers.reuse import Reuse
 from workers.sequence import Phase, Sequence
 from workers.step import Blocks, LoadOrder, Step, Work
+from workers.waits import Waits
 
 MAX_REFUSED = 4
 """Waiting requests without room for their loads that are looked at in one step; behind them there is hardly more."""
@@ -44,6 +46,7 @@ class _Beat:
     work: list[Work] = field(default_factory=list)
     prefills: int = 0
     claimed: dict[BlockHash, Sequence] = field(default_factory=dict)
+    owed: list[Sequence] = field(default_factory=list)
     preempted: bool = False
 
 
@@ -59,10 +62,11 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, blocks: Blocks, gate: Gate) -> None:
         self._config = config
         self._blocks = blocks
-        self._gate = gate
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._book = LoadBook(blocks)
+        self._waits = Waits(self._book, gate)
+        self._reuse = Reuse(blocks, self._book)
         self._closed_slots: list[int] = []
         self._landed: dict[BlockHash, Sequence] = {}  # sealed after the next step
         self._views_full = False
@@ -102,7 +106,7 @@ class Scheduler:
                 waiting_requests=len(self._waiting),
             )
         insort(self._waiting, sequence, key=_age)
-        self._adopt(sequence, 0)
+        self._reuse.adopt(sequence, 0)
         return self._reserve(sequence, now_ns)
 
     def remove(self, sequence: Sequence) -> int | None:
@@ -110,6 +114,7 @@ class Scheduler:
         if sequence.phase is Phase.GONE:
             return None
         (self._running if sequence.phase is Phase.RUNNING else self._waiting).remove(sequence)
+        self._reuse.bequeath(sequence, self._running + self._waiting)
         self._let_go(sequence)
         sequence.phase = Phase.GONE
         self._views_full = False
@@ -118,16 +123,23 @@ class Scheduler:
     def rescue(self, sequence: Sequence) -> None:
         """The sequence ends, or somebody counts on what it computes: what its view holds of blocks whose pages a load
         may still write gets other pages, as far as there is room, so that it can be sealed now."""
-        table, room = sequence.table, max(0, self._blocks.available_blocks - len(self._running))
-        late = table.late(sequence.computed_tokens)[:room]
-        self._blocks.release(table.detach(late))
+        late = self._rescuable(sequence)
+        self._blocks.release(sequence.table.detach(late))
         self._assign(sequence, late)
+
+    def _rescuable(self, sequence: Sequence) -> list[int]:
+        room = max(0, self._blocks.available_blocks - len(self._running))
+        return sequence.table.late(sequence.computed_tokens)[:room]
 
     def awaited(self, sequence: Sequence) -> bool:
         """Another one lacks what `rescue` would free."""
-        late = sequence.table.late(sequence.computed_tokens) if sequence.flight is not None else []
+        if sequence.flight is None and not self._book.borrows(sequence):
+            return False
+        table = sequence.table
+        late, last = table.late(sequence.computed_tokens), sequence.computed_tokens // table.block_tokens - 1
         twins = [other.table for other in self._running + self._waiting if other is not sequence]
-        return bool(late) and any(table.lacks(late[0], sequence.table.chain[late[0]]) for table in twins)
+        freed = {late[0], last} if late else set()
+        return any(twin.lacks(index, table.chain[index]) for index in freed for twin in twins)
 
     def defer(self, sequence: Sequence) -> bool:
         """The engine has no memory for this sequence's view: it waits, with its pages, until another one ends.
@@ -147,9 +159,13 @@ class Scheduler:
         """These blocks of a load are in place and verified; naming them again changes nothing."""
         self._book.progress(flight, arrived)
 
+    def owner(self, flight: int) -> Sequence | None:
+        """Whose load it is: of who ordered it, or of a twin that inherited it."""
+        return self._book.owner(flight)
+
     def land(self, flight: int) -> Sequence | None:
-        """A load is terminal: its pages return to their sequence (the result), or to the pool when that is gone. The
-        shell seals the sequence after the next step; until then nobody else computes or orders these blocks."""
+        """A load is terminal: its pages return to their sequence, or to the pool when that is gone. The shell seals the
+        result, the sequence or a twin, after the next step; until then nobody else computes or orders these blocks."""
         sequence = self._book.land(flight)
         if sequence is not None:
             table = sequence.table
@@ -175,7 +191,8 @@ class Scheduler:
         if not beat.prefills:
             self._use_idle(beat)
         closed, self._closed_slots = tuple(self._closed_slots), []
-        return Step(closed, self._book.take_cancelled(), loads, expired, tuple(beat.work), self._wake_ns(now_ns))
+        given_up, owed, work = self._book.take_cancelled(), tuple(beat.owed), tuple(beat.work)
+        return Step(closed, given_up, loads, expired, work, owed, self._wake_ns())
 
     def ran(self, work: Work) -> None:
         """The engine filled and computed this part of the step."""
@@ -224,7 +241,7 @@ class Scheduler:
         """Give a running prefill its next chunk."""
         if sequence.phase is not Phase.RUNNING or beat.budget < 1:
             return
-        self._adopt(sequence, sequence.computed_tokens // sequence.table.block_tokens)
+        self._reuse.adopt(sequence, sequence.computed_tokens // sequence.table.block_tokens)
         if sequence.table.missing(sequence.full_blocks) and not self._grow(sequence, sequence.full_blocks, beat):
             return
         self._chunk(sequence, beat, idle=idle)
@@ -249,15 +266,16 @@ class Scheduler:
                 return
 
     def _ready(self, sequence: Sequence, beat: _Beat, *, idle: bool) -> bool:
-        table = sequence.table
-        run = table.readable_run(0, sequence.full_blocks)
-        if self._bringer(sequence, run) is not None and self._blocks.lookup(table.chain[run]) is None:
+        run = self._reuse.advance(sequence)
+        if self._claimed(sequence, run, beat):
+            return False
+        if self._book.bringer(sequence, run) is not None:
             # Filling in early hides the copy behind the load, but must not take the last place from who can compute.
             may_fill = idle and run > 0 and len(self._running) + 1 < self._config.max_running
-            if self._rule(sequence, run, beat.now_ns, idle=idle).verdict is Verdict.WAIT and not may_fill:
+            if self._waits.rule(sequence, run, beat.now_ns, idle=idle).verdict is Verdict.WAIT and not may_fill:
                 return False
-        self._adopt(sequence, run)
-        return not self._claimed(sequence, table.readable_run(0, sequence.full_blocks), beat)
+        self._reuse.adopt(sequence, run)
+        return True
 
     def _use_idle(self, beat: _Beat) -> None:
         """No prefill is ready, so the GPU would idle: who waits for its load fills in what came, or computes."""
@@ -293,10 +311,10 @@ class Scheduler:
         limit = beat.budget
         next_block = -(-start // size)
         barrier = table.next_in(start // size + 1, blocks, READABLE)  # that at ``start`` is computed now
-        flying = self._next_flying(sequence, next_block)
+        flying = self._book.next_flying(sequence, next_block)
         self._give_up_before(sequence, next_block)
         if flying < blocks and flying * size == start:
-            ruling = self._rule(sequence, flying, beat.now_ns, idle=idle)
+            ruling = self._waits.rule(sequence, flying, beat.now_ns, idle=idle)
             if ruling.verdict is Verdict.WAIT:
                 return 0
             limit = min(limit, ruling.tokens or limit)
@@ -316,50 +334,25 @@ class Scheduler:
         if own is not None and missing and missing[-1] < block:
             self._book.give_up(own)
 
-    def _bringer(self, sequence: Sequence, block: int) -> Flight | None:
-        """The load that brings a block the sequence cannot read yet: its own, or another request's."""
-        state = sequence.table.state(block)
-        if state is PageState.FLYING:
-            return self._book.of(sequence)
-        if block >= sequence.full_blocks or state in READABLE:
-            return None
-        return self._book.coming(sequence.table.chain[block])
-
-    def _next_flying(self, sequence: Sequence, start: int) -> int:
-        """First block from ``start`` on that a load brings; the number of full blocks when there is none."""
-        if not len(self._book):
-            return sequence.full_blocks
-        blocks = range(start, sequence.full_blocks)
-        return next((block for block in blocks if self._bringer(sequence, block)), sequence.full_blocks)
-
-    def _rule(self, sequence: Sequence, block: int, now_ns: int, *, idle: bool) -> Ruling:
-        """Wait for ``block``, which a load brings, or compute it?"""
-        flight = self._bringer(sequence, block)
-        if flight is None:
-            raise InvariantViolation(f"{sequence.request_id} waits for a block that nothing brings")
-        ruling = self._gate.rule(flight.view, self._missing_blocks(sequence, block, flight), now_ns, idle=idle)
-        if ruling.verdict is Verdict.GIVE_UP:
-            self._book.give_up(flight)
-        return ruling
-
-    def _missing_blocks(self, sequence: Sequence, block: int, flight: Flight) -> int:
-        """How many blocks from ``block`` on a load still brings to this sequence."""
-        if flight.sequence is sequence:  # asked for everyone who waits, in every step
-            flying = sequence.table.flying()
-            return len(flying) - bisect_left(flying, block)
-        return sum(self._bringer(sequence, index) is flight for index in range(block, sequence.full_blocks))
-
     def _claimed(self, sequence: Sequence, block: int, beat: _Beat) -> bool:
-        """A twin computes this block in this step already, or its load brought it just now."""
+        """A twin computes this block in this step already, its load brought it just now, or its view holds it, which
+        the shell can offer after the step."""
         chain = sequence.table.chain
-        return block < len(chain) and beat.claimed.get(chain[block], sequence) is not sequence
+        if block >= len(chain):
+            return False
+        twin = beat.claimed.get(chain[block])
+        if twin is None:
+            twin = self._book.holder(sequence, block)
+            if twin is None or not self._rescuable(twin):
+                return False
+            beat.owed.append(twin)
+            beat.claimed.update((twin.table.chain[index], twin) for index in self._rescuable(twin))
+        return twin is not sequence
 
-    def _wake_ns(self, now_ns: int) -> int | None:
+    def _wake_ns(self) -> int | None:
         moments = [entry.deadline_ns for entry in self._running + self._waiting]
-        for flight in self._book:
-            if flight.sequence is not None and not flight.cancelled:
-                moments.append(self._gate.review_ns(flight.view, now_ns))
-        return min(moments, default=None)
+        late_ns = self._waits.take_wake_ns()
+        return min(moments if late_ns is None else [*moments, late_ns], default=None)
 
     # -- loads
 
@@ -370,14 +363,14 @@ class Scheduler:
         parts = [range(max(0, part.start), min(part.stop, sequence.full_blocks)) for part in sequence.plan.loads]
         named = sorted({index for part in parts for index in part})  # a router that is wrong may name a block twice
         lacking = [index for index in named if table.page(index) is None]
-        wanted = [index for index in lacking if self._book.coming(table.chain[index]) is None]
+        wanted = [index for index in lacking if not self._waits.counts_on(sequence, index, now_ns)]
         sequence.load_due = bool(lacking)
         if not wanted or len(wanted) + len(self._running) > self._blocks.available_blocks:
             return None
         if sequence.flight is not None or not self._assign(sequence, wanted):
             return None
         sequence.load_due = len(wanted) < len(lacking)
-        flight = self._book.begin(sequence, wanted, LoadView.starting(sequence.plan, now_ns))
+        flight = self._book.begin(sequence, wanted, LoadView.starting(sequence.plan, now_ns, len(wanted)))
         return LoadOrder(flight.number, sequence, flight.pages)
 
     def _late_loads(self, beat: _Beat) -> tuple[LoadOrder, ...]:
@@ -389,10 +382,10 @@ class Scheduler:
                 break
             if not sequence.load_due or sequence.flight is not None:
                 continue
-            run = sequence.table.readable_run(0, sequence.full_blocks)
-            if self._bringer(sequence, run) is not None or self._claimed(sequence, run, beat):
+            run = self._reuse.advance(sequence)
+            if self._waits.counts_on(sequence, run, beat.now_ns) or self._claimed(sequence, run, beat):
                 continue  # still on its way for another, or here in a moment
-            self._adopt(sequence, run)
+            self._reuse.adopt(sequence, run)
             order = self._reserve(sequence, beat.now_ns)
             if order is not None:
                 orders.append(order)
@@ -400,23 +393,6 @@ class Scheduler:
         return tuple(orders)
 
     # -- pages
-
-    def _adopt(self, sequence: Sequence, start: int) -> None:
-        """Use every block from ``start`` on that the pool holds by now in place of what the sequence lacks."""
-        table = sequence.table
-        for index in range(start, len(table.chain)):
-            if table.state(index) in READABLE:
-                continue
-            block_id = self._blocks.lookup(table.chain[index])
-            if block_id is None:
-                continue
-            self._blocks.acquire((block_id,))
-            replaced = table.adopt(index, block_id)
-            if replaced is not None:
-                self._blocks.release((replaced,))
-        flight = self._book.of(sequence)
-        if flight is not None and not table.flying() and not table.arrived():
-            self._book.give_up(flight)  # everything it would bring is here
 
     def _take_prompt_pages(self, sequence: Sequence) -> bool:
         """Pages for every full block of a sequence about to run; the waiting ones behind it give theirs back."""

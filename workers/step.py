@@ -77,6 +77,7 @@ class Step:
         loads: loads to start that found no room at arrival.
         expired: sequences past their deadline, removed already.
         work: the batch; empty when nothing can run now.
+        owed: sequences to `Scheduler.rescue` and seal after the step: another one waits for what their views hold.
         wake_ns: when something may change without an event, None for never.
     """
 
@@ -85,4 +86,5 @@ class Step:
     loads: tuple[LoadOrder, ...] = ()
     expired: tuple[Sequence, ...] = ()
     work: tuple[Work, ...] = ()
+    owed: tuple[Sequence, ...] = ()
     wake_ns: int | None = None

@@ -28,7 +28,7 @@ from kvpool.transport.shaping import LinkShape, ShapingTransport
 from kvpool.types import BlockHash, RequestId, Tier, WorkerEpoch, WorkerId, WorkerKey
 from router.striping import deal
 from workers.core import CoreParts, WorkerCore
-from workers.gate import Gate, LoadView, Ruling, Verdict
+from workers.gate import Gate, LoadView, Rest, Ruling, Verdict
 
 BLOCK_TOKENS = 16
 CHUNK_TOKENS = 128
@@ -143,10 +143,10 @@ class _Gate(Gate):
 
     patient = False
 
-    def rule(self, view: LoadView, missing_blocks: int, now_ns: int, *, idle: bool) -> Ruling:
+    def rule(self, view: LoadView, rest: Rest, now_ns: int, *, idle: bool) -> Ruling:
         if self.patient and now_ns < view.deadline_ns:
             return Ruling(Verdict.WAIT)
-        return super().rule(view, missing_blocks, now_ns, idle=idle)
+        return super().rule(view, rest, now_ns, idle=idle)
 
 
 class _FirstToken:

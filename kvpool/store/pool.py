@@ -208,7 +208,7 @@ class BlockPool:
             moves to it and ``block_id`` is freed).
         """
         block = self._blocks[block_id]
-        if block.in_flight or block.refs != 1 or block.block_hash is not None:
+        if block.in_flight or block.refs < 1 or block.block_hash is not None:
             raise InvariantViolation(f"block {block_id} cannot be sealed: {block}")
         twin = self._by_hash.get(block_hash)
         if twin is not None:

@@ -157,7 +157,10 @@ class Harness:
         for sequence in step.expired:
             self.end(sequence.request_id, "expired")
         self.run(step)
-        for sequence in self.landed:  # after the step, as the engine loop does
+        owed = [sequence for sequence in step.owed if sequence.slot is not None]
+        for sequence in owed:
+            self.scheduler.rescue(sequence)
+        for sequence in (*self.landed, *owed):  # after the step, as the engine loop does
             self.bridge.seal(sequence)
         self.landed.clear()
         self.check()

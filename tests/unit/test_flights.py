@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvpool.config import SchedulerConfig
 from kvpool.errors import KVPoolError, UnavailableError
-from kvpool.plan import LoadSlice, Plan, PlanKind
+from kvpool.plan import REDO, LoadSlice, Plan, PlanKind
 from kvpool.store.pool import BlockPool
 from kvpool.transfer.loader import LoadProgress
 from kvpool.types import BlockHash, RequestId, Tier, WorkerEpoch, WorkerId, WorkerKey
@@ -102,10 +102,25 @@ def test_the_load_time_of_a_request_is_from_its_first_load_to_its_last() -> None
     loader.loads[1].end(frozenset(range(5, 10)), 300)
     assert flights.follow() == [whole]
     assert whole.tally.load_ns == 200
-    scheduler.remove(front)  # who was to bring the first five blocks
+    loader.loads[0].end(frozenset(), 400)  # that was to bring the first five blocks
+    assert flights.follow() == [front]
     loader.now_ns = 500
     for order in scheduler.plan_step(loader.now_ns).loads:
         flights.start(order)
     loader.loads[2].end(frozenset(range(5)), 600)
     assert flights.follow() == [whole]
     assert whole.tally.load_ns == 500, "100 to 600"
+
+
+def test_the_load_of_a_request_that_went_counts_for_the_twin_that_inherits_it() -> None:
+    bench = Bench()
+    first = bench.submit("first", 20)
+    bench.loader.now_ns = 100
+    table = BlockTable(namespace(block_tokens=4).root(), 4)
+    twin = Request(make_request("twin", range(22)), REDO, "d", table, 100, 10**9)
+    assert bench.scheduler.add(twin, 100) is None
+    bench.scheduler.remove(first)
+    bench.loader.loads[0].end(frozenset(range(5)), 300)
+    assert bench.flights.follow() == [twin]
+    assert (twin.tally.load_ns, first.tally.load_ns) == (200, 0)
+    assert twin.loaded == set(range(5))

@@ -1,0 +1,88 @@
+"""Requests with a common prefix beside each other: whose load and whose view serve whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.plan import PlanKind
+from kvpool.types import WorkerId
+from tests.unit.test_scheduler import HOLDER, Bench, load_plan
+
+
+def test_who_counted_on_anothers_load_orders_its_own_when_that_fails() -> None:
+    bench = Bench()
+    bench.submit("first", [*range(20), 90, 91], load_plan(0, 5))
+    second = bench.submit("second", [*range(20), 92, 93], load_plan(0, 5))
+    bench.scheduler.land(bench.orders["first"].flight)
+    assert [order.sequence for order in bench.plan().loads] == [second]
+
+
+def test_a_twin_reads_what_anothers_load_brought_before_that_is_over() -> None:
+    bench = Bench()
+    bench.gate.observe(1, 10**9)
+    first = bench.submit("first", [*range(40), 90], load_plan(0, 10))
+    short = bench.submit("short", [*range(12), 91, 92], load_plan(0, 3))
+    bench.scheduler.progress(bench.orders["first"].flight, range(3))
+    assert bench.beat() == [("short", 3, 12, 2)]
+    assert short.table.pages()[:3] == first.table.pages()[:3], "in the same pages"
+    bench.scheduler.remove(short)
+    bench.scheduler.progress(bench.orders["first"].flight, range(10))
+    bench.scheduler.land(bench.orders["first"].flight)
+    assert bench.beat() == [("first", 10, 40, 1)]
+
+
+@pytest.mark.parametrize("arrived", [0, 2, 5])
+def test_a_twin_inherits_the_load_of_a_request_that_goes(arrived: int) -> None:
+    bench = Bench()
+    bench.gate.observe(1, 10**9)
+    first = bench.submit("first", [*range(24), 90, 91], load_plan(0, 6))
+    second = bench.submit("second", [*range(20), 92, 93], load_plan(0, 5))
+    flight = bench.orders["first"].flight
+    bench.scheduler.progress(flight, range(arrived))
+    if arrived:
+        bench.beat()
+    bench.scheduler.remove(first)
+    step = bench.plan()
+    bench.run(step)
+    assert (step.loads, step.cancelled_flights) == ((), (flight,) if arrived == 5 else ())
+    bench.scheduler.progress(flight, range(6))
+    assert bench.scheduler.land(flight) is second
+    bench.seal(second)
+    bench.beat()
+    assert second.generated_tokens
+    assert second.table.sealed_blocks >= 5
+    bench.scheduler.remove(second)
+    assert bench.pool.counts().referenced == bench.pool.counts().in_flight == 0
+
+
+def test_what_a_request_computed_and_cannot_offer_yet_is_owed_to_a_twin_that_comes_while_it_waits() -> None:
+    bench = Bench()
+    bench.gate.observe(1, 10**6)
+    plan = load_plan(0, 8)._replace(kind=PlanKind.SPLIT, predicted_load_ns=33 * 10**6)
+    first = bench.submit("first", [*range(32), 90, 91], plan)
+    assert bench.beat() == [("first", 0, 0, 16)]
+    bench.now_ns += 12 * 10**6
+    bench.scheduler.progress(bench.orders["first"].flight, {7, 6, 5})
+    assert bench.beat() == [], "the last block comes before it could be computed"
+    bench.submit("second", [*range(32), 92, 93])
+    step = bench.plan()
+    assert (step.work, step.owed) == ((), (first,))
+    bench.scheduler.rescue(first)
+    bench.seal(first)
+    bench.scheduler.progress(bench.orders["first"].flight, {7, 6, 5, 4})
+    assert sorted(bench.beat()) == [("first", 4, 32, 2), ("second", 8, 32, 2)]
+
+
+def test_a_twin_loads_from_its_own_holder_when_the_load_it_would_wait_for_crawls() -> None:
+    bench = Bench()
+    bench.gate.observe(1, 10**6)
+    bench.submit("first", [*range(40), 90, 91], load_plan(0, 10)._replace(predicted_load_ns=5 * 10**6))
+    other = load_plan(0, 10).loads[0]._replace(holder=HOLDER._replace(worker_id=WorkerId("other")))
+    own = load_plan(0, 10)._replace(loads=(other,), predicted_load_ns=5 * 10**6)
+    second = bench.submit("second", [*range(40), 92, 93], own)
+    assert list(bench.orders) == ["first"]
+    bench.scheduler.progress(bench.orders["first"].flight, {0})
+    assert bench.plan().loads == ()
+    bench.now_ns += 2 * 10**6
+    (order,) = bench.plan().loads
+    assert (order.sequence, sorted(order.pages)) == (second, list(range(1, 10)))
