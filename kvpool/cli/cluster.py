@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from kvpool.cluster.state import DEFAULT_NAME, read_state
 from kvpool.cluster.summary import summary
 from kvpool.config import MAX_METRICS_PORT, MAX_ROUTERS, ClusterConfig, load_config, parse_config
 from kvpool.errors import BY_CODE, KVPoolError, RequestError, UnavailableError
+from kvpool.interrupts import at_hard_end
 
 DOWN_TIMEOUT_S = 60.0
 MAX_COLUMNS = 8
@@ -88,15 +88,20 @@ def _up(config: ClusterConfig, name: str, ray_address: str | None, as_json: bool
     supervisor = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
+    forget = at_hard_end(supervisor.kill)  # its guardian then ends what it has started
     try:
         ready = _wait_ready(supervisor)
     except BaseException as error:
         if not isinstance(error, KVPoolError):  # after an error of its own the supervisor cleans up and ends by itself
             progress("stopping what was started, which can take some seconds")
             supervisor.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             supervisor.wait(DOWN_TIMEOUT_S)
+        except (KeyboardInterrupt, subprocess.TimeoutExpired):
+            supervisor.kill()
         raise
+    finally:
+        forget()
     if as_json:
         print_json(ready)
     else:

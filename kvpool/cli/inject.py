@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +46,7 @@ from kvpool.faults.runner import (
     run_scenarios,
 )
 from kvpool.faults.scenarios import SCENARIOS, Needs, Scenario, find_scenario
+from kvpool.interrupts import at_hard_end
 
 ALL, LIST, MIX, CHECK = "all", "list", "mix", "check"
 MAX_RUNS_AS_COLUMNS = 3
@@ -181,6 +183,7 @@ def _start(where: _Where, needs: Needs, ending: contextlib.ExitStack) -> Cluster
     disk_path = None
     if needs.disk:
         disk_path = tempfile.mkdtemp(prefix="kvpool.disks-")
+        ending.callback(at_hard_end(partial(shutil.rmtree, disk_path, ignore_errors=True)))
         ending.callback(shutil.rmtree, disk_path, ignore_errors=True)
     network = open_network(needs, progress)
     if network is not None:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvpool.errors import KVPoolError, RequestError
+from kvpool.interrupts import second_interrupt_ends
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -65,8 +66,9 @@ def fail(error: KVPoolError, *, as_json: bool) -> NoReturn:
 
 
 def guarded(command: Callable[[], None], *, as_json: bool) -> None:
-    """Run a command; a typed error becomes a message and an exit code, never a traceback."""
+    """Run a command; a typed error becomes a message and an exit code, never a traceback. A second Ctrl-C ends it."""
     try:
-        command()
+        with second_interrupt_ends():
+            command()
     except KVPoolError as error:
         fail(error, as_json=as_json)

@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from kvpool.cluster.routers import router_name
 from kvpool.cluster.state import DEFAULT_NAME
 from kvpool.config import ClusterConfig, RouterConfig, WorkerConfig
 from kvpool.errors import ConfigError, KVPoolError, UnavailableError
+from kvpool.interrupts import at_hard_end
 from kvpool.types import WorkerId
 from kvpool.wallclock import CLUSTER_DIR_VARIABLE
 from router.actor import RouterActor
@@ -50,6 +52,8 @@ from workers.engine.models import ResolvedModel, resolve_model
 OBJECT_STORE_BYTES = 128 * 1024 * 1024  # control messages and tokens only; blocks never go through it
 READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 10.0
+HARD_GRACE_S = 1.0
+"""What processes have to end by themselves when the user has interrupted twice."""
 
 QUIET_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 """Several engines share the cores here: an OpenMP thread that spins at a barrier takes the core from the one it waits
@@ -87,6 +91,7 @@ class Cluster:
         self._closed = False
         self._pid = os.getpid()
         self._model: ResolvedModel | None = None
+        self._forget = at_hard_end(partial(reap, launched.cluster_dir, grace_s=HARD_GRACE_S))
         atexit.register(self.close)
 
     @classmethod
@@ -209,6 +214,7 @@ class Cluster:
         atexit.unregister(self.close)
         launched = self._launched
         with contextlib.ExitStack() as steps:  # the last one first
+            steps.callback(self._forget)
             steps.callback(shutil.rmtree, launched.cluster_dir, ignore_errors=True)
             steps.callback(_end_guardian, launched.guardian)
             steps.callback(reap, launched.cluster_dir)

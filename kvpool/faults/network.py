@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvpool.errors import UnavailableError
+from kvpool.interrupts import at_hard_end
 from kvpool.transport.netns import BRIDGE, LINK, address_of, command, leave, port_of
 
 _PREFIX = "kvpool-faults-"
@@ -59,8 +60,9 @@ class Network:
     def __init__(self) -> None:
         _remove_orphans()
         self.hub = f"{_PREFIX}{os.getpid()}"
-        self.close()
+        self._remove()
         command("ip", "netns", "add", self.hub)
+        self._forget = at_hard_end(self._remove)
         try:
             command("ip", "-n", self.hub, "link", "add", BRIDGE, "type", "bridge")
             command("ip", "-n", self.hub, "link", "set", BRIDGE, "up")
@@ -70,6 +72,10 @@ class Network:
 
     def close(self) -> None:
         """Remove the hub. May be repeated."""
+        self._remove()
+        self._forget()
+
+    def _remove(self) -> None:
         with contextlib.suppress(UnavailableError):
             command("ip", "netns", "del", self.hub)
 

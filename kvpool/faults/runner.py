@@ -27,6 +27,7 @@ from kvpool.faults.network import Network, why_not
 from kvpool.faults.probe import Auditor, ForcedLoads, RecordingConnection, watch_states
 from kvpool.faults.scenarios import Mechanism, Needs, Scenario
 from kvpool.faults.workload import Driver, WorkloadConfig, label, plan_chats, schedule
+from kvpool.interrupts import second_interrupt_ends
 from kvpool.metadata.client import MetadataClient
 from kvpool.metadata.watcher import MetadataWatcher
 from kvpool.request import GenerateRequest, SamplingParams
@@ -177,9 +178,22 @@ async def run_scenarios(
 ) -> None:
     """Run one scenario, or a mix of several, under one workload, and write everything down.
 
+    A first Ctrl-C waits for the last answers and closes the history; a second one ends the process.
+
     Raises:
         KVPoolError: the cluster does not work before anything was broken. Later failures are in the history.
     """
+    with second_interrupt_ends():
+        await _run_scenarios(under_test, scenarios, options, history, progress)
+
+
+async def _run_scenarios(
+    under_test: ClusterUnderTest,
+    scenarios: Sequence[Scenario],
+    options: RunOptions,
+    history: HistoryWriter,
+    progress: Progress,
+) -> None:
     info = await under_test.connection.info()
     watcher = MetadataWatcher(info.metadata, name="fault-run")
     watcher.start()

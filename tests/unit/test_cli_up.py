@@ -26,7 +26,8 @@ def test_the_options_are_settings_and_a_file_has_its_own() -> None:
 class _Supervisor:
     """A start that is interrupted after its first word; notes what was done to it, and what had been said by then."""
 
-    def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, capture: pytest.CaptureFixture[str], *, twice: bool = False) -> None:
+        self.twice = twice
         self.stdout = self._lines()
         self.said_before: dict[str, str] = {}
         self._capture = capture
@@ -40,13 +41,19 @@ class _Supervisor:
 
     def wait(self, _timeout_s: float) -> int:
         self.said_before["wait"] = ""
+        if self.twice:
+            raise KeyboardInterrupt
         return 0
 
+    def kill(self) -> None:
+        self.said_before["kill"] = ""
 
-def test_an_interrupted_up_says_at_once_that_it_stops_and_waits_for_the_end(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_an_interrupted_up_says_at_once_that_it_stops_and_waits_for_the_end_unless_it_is_interrupted_again(
+    twice: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    supervisor = _Supervisor(capsys)
+    supervisor = _Supervisor(capsys, twice=twice)
 
     def start(*_: Any, **__: Any) -> _Supervisor:
         return supervisor
@@ -54,5 +61,5 @@ def test_an_interrupted_up_says_at_once_that_it_stops_and_waits_for_the_end(
     monkeypatch.setattr(subprocess, "Popen", start)
     with pytest.raises(KeyboardInterrupt):
         cluster._up(ClusterConfig(), "c", None, False)
-    assert list(supervisor.said_before) == ["terminate", "wait"]
+    assert list(supervisor.said_before) == ["terminate", "wait", *["kill"][: int(twice)]]
     assert "stopping" in supervisor.said_before["terminate"]
