@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from kvpool.attempts import FIRST_BACKOFF_S, MAX_BACKOFF_S, Attempts, is_final
 from kvpool.config import ClusterConfig
 from kvpool.errors import DeadlineError, DuplicateError, RequestError, UnavailableError
+from kvpool.options import checked_timeout_s, limit_ns, require_fits, require_known
 from kvpool.prompts import Prompt, encode_beside, tuple_of
 from kvpool.request import GenerateRequest, GenerateResult, Limits, SamplingParams, TokenChunk, TokenLogprobs
 from kvpool.text import TextStream
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from kvpool.cluster.launcher import Cluster
 
 DEFAULT_TIMEOUT_S = 120.0
-MAX_TIMEOUT_S = 30 * 86_400.0
 CLOSE_TIMEOUT_S = 60.0
 END_TASKS_TIMEOUT_S = 5.0
 
@@ -114,6 +114,7 @@ class AsyncKVPoolClient:
 
     async def generate(self, prompt: Prompt, **options: Any) -> GenerateResult:
         """Generate and return the whole answer. Options are those of `stream`."""
+        require_known(options, self.stream, f"{type(self).__name__}.generate")
         async with contextlib.aclosing(self.stream(prompt, **options)) as chunks:
             async for chunk in chunks:
                 if chunk.result is not None:
@@ -122,6 +123,7 @@ class AsyncKVPoolClient:
 
     async def generate_batch(self, prompts: Sequence[Prompt], **options: Any) -> list[GenerateResult]:
         """Generate for all prompts at once; results in order. The first error cancels the rest and is raised."""
+        require_known(options, self.stream, f"{type(self).__name__}.generate_batch")
         tasks = [asyncio.ensure_future(self.generate(prompt, **options)) for prompt in prompts]
         try:
             return list(await asyncio.gather(*tasks))
@@ -181,16 +183,16 @@ class AsyncKVPoolClient:
             logprobs=logprobs,
         )
         limits = Limits(
-            ttft_ns=_limit_ns(ttft_limit_s, "ttft_limit"),
-            tpot_ns=_limit_ns(tpot_limit_s, "tpot_limit"),
+            ttft_ns=limit_ns(ttft_limit_s, "ttft_limit"),
+            tpot_ns=limit_ns(tpot_limit_s, "tpot_limit"),
             priority=priority,
             may_degrade=may_degrade,
         )
         started_s = time.monotonic()
-        deadline_s = started_s + _checked_timeout_s(timeout_s)
+        deadline_s = started_s + checked_timeout_s(timeout_s)
         tokenizer, info = await self._first_contact(deadline_s)
         tokens = await encode_beside(tokenizer, prompt)
-        _require_fits(tokens, sampling, info.max_context_tokens)
+        require_fits(tokens, sampling, info.max_context_tokens)
         request = GenerateRequest(
             request_id=RequestId(f"req-{uuid.uuid4().hex[:12]}" if request_id is None else request_id),
             prompt=tokens,
@@ -285,35 +287,6 @@ class AsyncKVPoolClient:
         await self.close()
 
 
-def _require_fits(tokens: tuple[int, ...], sampling: SamplingParams, max_context_tokens: int) -> None:
-    """Refuse here what no worker can take, before a prompt of any size travels to the router."""
-    if len(tokens) + sampling.max_tokens > max_context_tokens:
-        raise RequestError(
-            f"the prompt has {len(tokens)} tokens and max_tokens is {sampling.max_tokens}, but the model takes "
-            f"{max_context_tokens} in all; shorten the prompt or lower max_tokens",
-            field="prompt" if len(tokens) >= max_context_tokens else "max_tokens",
-        )
-
-
-def _limit_ns(seconds: float | None, field: str) -> int | None:
-    if seconds is None:
-        return None
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= MAX_TIMEOUT_S:
-        raise RequestError(
-            f"{field} must be a number of seconds above 0 and up to {MAX_TIMEOUT_S:.0f}, got {seconds!r}", field=field
-        )
-    return max(1, int(seconds * 1e9))
-
-
-def _checked_timeout_s(timeout_s: float) -> float:
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MAX_TIMEOUT_S:
-        raise RequestError(
-            f"timeout_s must be a number of seconds above 0 and up to {MAX_TIMEOUT_S:.0f}, got {timeout_s!r}",
-            field="timeout_s",
-        )
-    return timeout_s
-
-
 async def _render(
     tokenizer: Tokenizer, request: GenerateRequest, chunks: AsyncGenerator[TokenChunk]
 ) -> AsyncGenerator[TextChunk]:
@@ -382,14 +355,17 @@ class KVPoolClient:
 
     def generate(self, prompt: Prompt, **options: Any) -> GenerateResult:
         """Generate and return the whole answer. Options are those of `AsyncKVPoolClient.stream`."""
+        self._require_known(options, "generate")
         return self._run(self._async.generate(prompt, **options))
 
     def generate_batch(self, prompts: Sequence[Prompt], **options: Any) -> list[GenerateResult]:
         """Generate for all prompts at once; results in order."""
+        self._require_known(options, "generate_batch")
         return self._run(self._async.generate_batch(prompts, **options))
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[TextChunk]:
         """Generate and yield text as it comes. Closing the iterator cancels the request."""
+        self._require_known(options, "stream")
         chunks: queue.Queue[TextChunk | BaseException | None] = queue.Queue()  # max_tokens and a last one bound it
 
         async def pump() -> None:
@@ -460,6 +436,9 @@ class KVPoolClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _require_known(self, options: dict[str, Any], call: str) -> None:
+        require_known(options, self._async.stream, f"{type(self).__name__}.{call}")
 
     def _run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         return self._wait(self._submit(coroutine))

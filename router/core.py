@@ -470,7 +470,7 @@ class RouterCore:
         if load.failure is None:
             self._learned.failures.observe(holder, False, now_ns)
             return
-        self.tally.load_failed(holder.worker_id, reader.worker_id, load.failure)
+        self.tally.count_failed_load(holder.worker_id, reader.worker_id, load.failure)
         if load.failure not in NOT_THE_HOLDERS_FAULT:
             self._learned.failures.observe(holder, True, now_ns)
 

@@ -75,7 +75,7 @@ class Tally:
         self.ttft_error_s.add(abs(real_ns - predicted_ns) / 1e9)
         self.ttft_ratio.add(real_ns / max(1, predicted_ns))
 
-    def load_failed(self, holder: WorkerId, reader: WorkerId, code: str) -> None:
+    def count_failed_load(self, holder: WorkerId, reader: WorkerId, code: str) -> None:
         """A load from ``holder`` to ``reader`` ended without what it was to bring."""
         self.failures[code] += 1
         self.failures_by_link[holder, reader, code] += 1

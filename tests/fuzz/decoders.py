@@ -38,6 +38,7 @@ from kvpool.tokenizer import read_tokenizer_files
 from kvpool.transport import wire as data_wire
 from kvpool.transport.compression import Codec, PlanePlan, decode_frame, encode_frame, frame_bound
 from kvpool.transport.nixl.control import Endpoint
+from kvpool.transport.ucx import address
 from kvpool.types import BlockHash, MemberState, Tier, WorkerEpoch, WorkerId, WorkerKey
 from router import keeper
 from router.learned import Learned
@@ -271,6 +272,8 @@ TABLE: tuple[Decoder, ...] = (
     _direct("kvpool.jsontext.parse_json", parse_json, json_files(MOONCAKE), ValueError),
     _direct("kvpool.transport.nixl.control.Endpoint.decode", Endpoint.decode,
             st.just(Endpoint(7, "10.0.0.1", 99).encode()).flatmap(mutants)),
+    _direct("kvpool.transport.ucx.address.from_seal", lambda raw: address.from_seal(raw, "a peer"),
+            st.just(address.seal(b"an address")).flatmap(mutants)),
     Decoder("kvpool.transport.wire.decode", st.sampled_from(CONTROL).map(data_wire.encode).flatmap(mutants),
             _offered_runs),
     *(_direct(f"kvpool.metadata.wire.{name}_from_wire", getattr(wire, f"{name}_from_wire"), messages(kind))

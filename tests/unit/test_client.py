@@ -359,3 +359,20 @@ def test_the_blocking_client_works_beside_a_running_loop() -> None:
             return len(client.generate([1], max_tokens=2).tokens)
 
     assert asyncio.run(notebook_cell()) == 2
+
+
+@pytest.mark.parametrize("call", ["generate", "generate_batch", "stream"])
+def test_an_unknown_option_is_refused_by_the_name_of_what_was_called_and_the_nearest_is_named(call: str) -> None:
+    client = KVPoolClient.of(Cluster())  # type: ignore[arg-type]
+    prompt: Any = ["x"] if call == "generate_batch" else "x"
+    try:
+        with pytest.raises(
+            TypeError, match=rf"^KVPoolClient\.{call}\(\) got .* 'max_token'; did you mean 'max_tokens'"
+        ):
+            list(getattr(client, call)(prompt, max_token=3))
+        with pytest.raises(TypeError, match="it takes max_tokens, temperature"):
+            list(getattr(client, call)(prompt, bogus=3))
+    finally:
+        client.close()
+    with pytest.raises(TypeError, match=r"^AsyncKVPoolClient\.generate\(\)"):
+        asyncio.run(AsyncKVPoolClient.of(Cluster()).generate("x", max_token=3))  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from ucxx._lib import libucxx
 from ucxx._lib.arr import Array
 
 from kvpool.errors import KVPoolError
+from kvpool.transport.ucx.address import from_seal, seal
 from kvpool.transport.ucx.errors import FOREIGN, from_ucx
 from kvpool.transport.ucx.native import FailedEndpointClose, forget_cancelled_requests
 from kvpool.transport.wire import MAX_MESSAGE_BYTES, is_data_tag
@@ -131,19 +132,19 @@ class Port:
     def __init__(self, context: Any) -> None:
         self._worker = libucxx.UCXWorker(context)
         self._worker.init_blocking_progress_mode()
-        self.address = bytes(self._worker.address.tobytes())
+        self.address = seal(bytes(self._worker.address.tobytes()))
         self.event_fd = int(self._worker.epoll_file_descriptor)
         self._fetching: deque[Operation] = deque()
         self._strays: list[Operation] = []
 
     def connect(self, address: bytes, peer: str) -> Connection:
-        """Make a connection. Returns at once; failures show as a dead connection.
+        """Make a connection to a peer's sealed address. Returns at once; failures show as a dead connection.
 
         Raises:
             KVPoolError: the address is malformed or cannot be reached by any transport both ends have.
         """
         try:
-            target = libucxx.UCXAddress.create_from_buffer(address)
+            target = libucxx.UCXAddress.create_from_buffer(from_seal(address, peer))
             return Connection(self._worker.create_endpoint_from_worker_address(target, True), peer, self)
         except FOREIGN as error:
             raise from_ucx(error, "connecting", peer) from error
@@ -234,6 +235,7 @@ class PortSet:
         Raises:
             KVPoolError: as `Port.connect`.
         """
+        from_seal(address, peer)  # before a port is spent on what leads nowhere
         met = self._met.setdefault(address, [])
         port = next((port for port in self.ports if port not in met), None)
         if port is None:

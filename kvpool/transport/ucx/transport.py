@@ -85,7 +85,7 @@ class UcxTransport:
 
     @property
     def address(self) -> bytes:
-        """UCX worker address of the serving side, a few hundred bytes."""
+        """Sealed UCX worker address of the serving side, a few hundred bytes; see `kvpool.transport.ucx.address`."""
         return self._address
 
     @property
