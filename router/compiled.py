@@ -77,8 +77,12 @@ class Kernels(NamedTuple):
 @cache
 def kernels() -> Kernels:
     """The compiled loops. Slow only the first time in a process."""
+    from numba import config
     from numba.extending import register_jitable
 
+    if config.DISABLE_JIT:
+        log.warning("NUMBA_DISABLE_JIT is set, so decisions run as plain Python, which is much slower; unset it")
+        return Kernels(kernel.score_redo, kernel.best_load, kernel.stripes_reach)
     for scalar in INLINED:
         register_jitable(scalar)
     return Kernels(

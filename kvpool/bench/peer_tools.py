@@ -15,6 +15,13 @@ from typing import Any, TextIO
 READY_TIMEOUT_S = 30.0
 BUFFER_BYTES = 64 << 20
 """What a Mooncake client sets aside for transfers."""
+_TIE = """
+import ctypes, os, sys
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+if os.getppid() == int(sys.argv[1]):  # else the owner has gone meanwhile
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 def answers() -> TextIO:
@@ -31,6 +38,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def tied(*command: str) -> list[str]:
+    """A command that the kernel kills when the thread that starts it ends, for a program that would outlive a killed
+    owner. For main threads, which end with their process."""
+    return [sys.executable, "-c", _TIE, str(os.getpid()), *command]
+
+
 def mooncake_master(python: str, port: int, *options: str) -> subprocess.Popen[bytes]:
     """Mooncake's master, from the installation that a Python belongs to, listening at a port of this host.
 
@@ -40,9 +53,11 @@ def mooncake_master(python: str, port: int, *options: str) -> subprocess.Popen[b
         OSError: there is no such program, or it does not listen within `READY_TIMEOUT_S`.
     """
     program = os.path.join(os.path.dirname(python), "mooncake_master")
+    if not os.path.isfile(program):
+        raise FileNotFoundError(f"there is no {program}")
     end = time.monotonic() + READY_TIMEOUT_S
     while True:
-        command = [program, f"--rpc_port={port}", f"--metrics_port={free_port()}", *options]
+        command = tied(program, f"--rpc_port={port}", f"--metrics_port={free_port()}", *options)
         master = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         if _listens(master, port, end):
             return master

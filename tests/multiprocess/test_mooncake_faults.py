@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import sys
 
 import psutil
@@ -37,6 +39,17 @@ def test_a_python_without_mooncake_ends_in_a_remark(monkeypatch: pytest.MonkeyPa
     assert any("did not start" in line for line in comparison.remarks())
     assert comparison.rows([]) == []
     assert _children() == before
+
+
+def test_a_master_does_not_outlive_an_owner_that_is_killed() -> None:
+    code = (
+        "import os, subprocess, sys; from kvpool.bench.peer_tools import tied; "
+        "child = subprocess.Popen(tied('/bin/sh', '-c', 'echo up; exec sleep 3600'), stdout=subprocess.PIPE); "
+        "child.stdout.readline(); print(child.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(done.stdout)).wait(10.0)
 
 
 def test_without_mooncake_the_report_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -103,3 +104,17 @@ def test_what_was_kept_and_is_damaged_is_compiled_anew(tmp_path: Path, monkeypat
 def test_who_does_not_decide_does_not_load_the_compiler(module: str) -> None:
     code = f"import sys, {module}; sys.exit('numba' in sys.modules or 'llvmlite' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+def test_without_a_compiler_on_purpose_one_line_says_what_that_costs_and_what_to_do() -> None:
+    code = "from router import kernel; from router.compiled import kernels; assert kernels()[0] is kernel.score_redo"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stderr.count("\n") == 1
+    assert "unset it" in done.stderr
