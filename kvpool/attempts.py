@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 MAX_FAILED_ATTEMPTS = 64  # without a token in between; waiting for room or for a router ends with the budget only
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
+MAX_ASKED_S = 5.0  # a router that wants to be asked later than this is asked now and then all the same
 
 HAND_OVER_WAIT_S = 0.25
 """Longest wait, after the first token, for the end of the load that followed the prefill."""
@@ -248,7 +249,7 @@ class Attempts:
 def _retry_after_s(error: KVPoolError) -> float | None:
     """When the router wants to be asked again, None when it did not say."""
     asked = error.details.get("retry_after_s")
-    return min(float(asked), MAX_BACKOFF_S) if isinstance(error, CapacityError) and asked else None
+    return min(float(asked), MAX_ASKED_S) if isinstance(error, CapacityError) and asked else None
 
 
 async def _give_up(future: asyncio.Future[Any]) -> None:

@@ -31,7 +31,8 @@ from kvpool.request import NO_LIMITS, GenerateRequest
 from kvpool.types import MemberInfo, MemberState, RequestId, WorkerKey
 from kvpool.wallclock import unix_ns
 from router.compiled import kernels
-from router.core import RequestMeta, RouterCore
+from router.core import RouterCore
+from router.door import RequestMeta
 from router.keeper import Keeper
 from router.metrics import RouterCollector
 from router.record import DecisionRecord

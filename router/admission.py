@@ -1,6 +1,8 @@
 """Whether a request starts now: admit, queue, degrade or shed, from what the router expects of it.  (pure)
 
-    no limits                                    → admit, after yielding a moment to waiting ones of higher priority
+    no limits                                    → admit, after waiting at the router while workers have more than
+                                                   enough to do (`router.waiting`), and after yielding a moment to
+                                                   waiting ones of higher priority
     expected first token beyond its limit        → degrade if it may, else shed: waiting outside the workers' queues,
                                                    which the expectation contains, would not make it sooner
     every worker decodes too slowly for it       → queue while there is time left before its first token is due, then
@@ -17,16 +19,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvpool.request import Limits
-from kvpool.types import RequestId
+from router.waiting import MAX_YIELD_NS, POLL_NS, poll_ns
 
-POLL_NS = 100_000_000
-"""A queued request asks again after this time."""
-MAX_YIELD_NS = 2_000_000_000
-"""A request without a limit on its first token yields to higher priorities for no longer than this."""
 MAX_QUEUE_NS = 30_000_000_000
 """A request without a limit on its first token waits for a worker that decodes fast enough for no longer than this."""
+MAX_HOLD_NS = 60_000_000_000
+"""A request waits for a worker to come near the end of its queue for no longer than this."""
+WORKERS_BUSY = "busy"
 MIN_RETRY_NS, MAX_RETRY_NS = 100_000_000, 60_000_000_000
-MAX_WAITING = 10_000
 
 
 class Admission(Enum):
@@ -40,7 +40,8 @@ class Admission(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """An admission; ``missed`` names the limit, ``retry_after_ns`` is for `Admission.QUEUE` and `Admission.SHED`."""
+    """An admission; ``missed`` names the limit, or what is waited for; ``retry_after_ns`` is for `Admission.QUEUE` and
+    `Admission.SHED`."""
 
     admission: Admission
     missed: str = ""
@@ -56,12 +57,14 @@ class Forecast:
         tpot_ns: gap between its tokens on the best worker, None when no worker has told its speed.
         elapsed_ns: time since the user's call.
         outranked: somebody of higher priority waits.
+        hold_ns: until its worker needs it, at the router.
     """
 
     ttft_ns: float
     tpot_ns: float | None = None
     elapsed_ns: int = 0
     outranked: bool = False
+    hold_ns: float = 0.0
 
 
 def admit(limits: Limits, forecast: Forecast) -> Ruling:
@@ -76,6 +79,8 @@ def admit(limits: Limits, forecast: Forecast) -> Ruling:
         return _too_much(limits, "tpot", float(POLL_NS))
     if forecast.outranked and _time_left_ns(limits, late_ns, forecast, MAX_YIELD_NS) > POLL_NS:
         return Ruling(Admission.QUEUE, "", POLL_NS)
+    if forecast.hold_ns > 0.0 and limits.ttft_ns is None and forecast.elapsed_ns < MAX_HOLD_NS:
+        return Ruling(Admission.QUEUE, WORKERS_BUSY, poll_ns(forecast.hold_ns))
     return Ruling(Admission.ADMIT)
 
 
@@ -92,6 +97,8 @@ def _too_much(limits: Limits, missed: str, late_ns: float) -> Ruling:
 
 def queue_message(ruling: Ruling) -> str:
     """For the request that should ask again."""
+    if ruling.missed == WORKERS_BUSY:
+        return "the workers have more than enough to do; ask again"
     if ruling.missed:
         return "every worker that could take the request decodes more slowly than its limit allows; ask again"
     return "requests of higher priority wait; ask again"
@@ -106,29 +113,3 @@ def shed_message(limits: Limits, ruling: Ruling, forecast_ns: float, prefill_ns:
         way_out = "its prefill alone takes longer, so raise the limit or set may_degrade"
     expected = f"{forecast_ns / 1e9:.3f} s are expected"
     return f"the request's limit on the {what} is {limit_ns / 1e9:.3f} s and {expected}; {way_out}"
-
-
-class WaitingRoom:
-    """Who was told to queue and keeps asking, by priority. Not thread-safe; bounded."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[RequestId, tuple[int, int]] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def outranks(self, priority: int, now_ns: int) -> bool:
-        """Somebody of a higher priority waits."""
-        if not self._waiting:
-            return False
-        self._waiting = {name: entry for name, entry in self._waiting.items() if entry[1] > now_ns}
-        return any(other > priority for other, _ in self._waiting.values())
-
-    def enter(self, request_id: RequestId, priority: int, now_ns: int) -> None:
-        """A request waits until it asks again; one that does not has given up."""
-        if request_id in self._waiting or len(self._waiting) < MAX_WAITING:
-            self._waiting[request_id] = (priority, now_ns + 10 * POLL_NS)
-
-    def leave(self, request_id: RequestId) -> None:
-        """It starts, or is refused."""
-        self._waiting.pop(request_id, None)

@@ -10,18 +10,18 @@ accuracy, never correctness.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from random import Random
 from typing import Any, Protocol
 
 from kvpool.errors import CapacityError, OverloadError, RequestError, TransferCancelledError, UnavailableError
 from kvpool.plan import HandOver, Route
 from kvpool.reports import LoadSample, RequestOutcome, WorkerReport
-from kvpool.request import NO_LIMITS, Limits
+from kvpool.request import Limits
 from kvpool.types import BlockHash, MemberInfo, MemberState, RequestId, Role, Tier, WorkerKey
 from router import cost, roles
-from router.admission import Admission, Forecast, WaitingRoom, admit, queue_message, shed_message
+from router.admission import Admission, queue_message, shed_message
 from router.decide import Decision
+from router.door import ADMITTED, Door, RequestMeta
 from router.fleet import Fleet
 from router.learned import Learned
 from router.ledger import Ledger
@@ -45,29 +45,6 @@ class Directory(Protocol):
 
     def prefixes(self, chain: Sequence[BlockHash]) -> Mapping[WorkerKey, Mapping[Tier, int]]:
         """Leading blocks of the chain each worker holds, by tier; workers that hold none may be absent."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestMeta:
-    """What the shell knows of a request.
-
-    Attributes:
-        request_id: identity; a retry keeps it.
-        prompt_tokens: length of the prompt.
-        chain: hashes of its full blocks.
-        max_tokens: tokens to generate at most.
-        exclude: incarnations that just failed this request.
-        limits: what it asks of the service.
-        elapsed_ns: time since the user's call.
-    """
-
-    request_id: RequestId
-    prompt_tokens: int
-    chain: tuple[BlockHash, ...]
-    max_tokens: int = 1
-    exclude: frozenset[WorkerKey] = frozenset()
-    limits: Limits = NO_LIMITS
-    elapsed_ns: int = 0
 
 
 class RouterCore:
@@ -116,7 +93,7 @@ class RouterCore:
         self._worker_counters: dict[WorkerKey, dict[str, int]] = {}
         self._decided = 0
         self.tally = Tally()
-        self._room = WaitingRoom()
+        self._door = Door(self._policy.hold)
         self._peers = Peers()
 
     # ---- deciding
@@ -155,7 +132,7 @@ class RouterCore:
             part = roles.hand_over(request, snapshot, Params(), decision, decoders, f"{decision_id}{SECOND_PART}")
         admission = self._admit(meta, decision_id, request, snapshot, decision, part)
         decoder = None if part is None else part.worker
-        self._remember(decision_id, request, snapshot, decision, admission, decoder)
+        self._remember(meta, decision_id, request, snapshot, decision, admission, decoder)
         scale = self._peers.scale
         promise = decision.promise if scale == 1.0 else decision.promise.scaled(scale)
         self._retotal(self._ledger.reserve(meta.request_id, promise, now_ns))
@@ -221,7 +198,8 @@ class RouterCore:
         self.release(request_id)
 
     def release(self, request_id: RequestId) -> None:
-        """The request will not run, or no longer: drop its promises."""
+        """The request will not run, or no longer: drop its promises and its place at the door."""
+        self._door.leave(request_id)
         for promised in (request_id, _second(request_id)):
             self._retotal(self._ledger.release(promised, self._clock_ns()))
 
@@ -257,24 +235,20 @@ class RouterCore:
         part: HandOver | None,
     ) -> Admission:
         """Rule on a decided request; raises when it does not start now. Its gaps are those of whoever decodes it."""
-        limits, now_ns = meta.limits, snapshot.now_ns
-        if limits is NO_LIMITS and not len(self._room):
-            return Admission.ADMIT
         decoder = decision.worker if part is None else part.worker
-        tpot_ns = None if limits.tpot_ns is None else self._tpot_ns(decoder)
-        outranked = self._room.outranks(limits.priority, now_ns)
-        ruling = admit(limits, Forecast(decision.price_ns, tpot_ns, meta.elapsed_ns, outranked))
+        tpot_ns = None if meta.limits.tpot_ns is None else self._tpot_ns(decoder)
+        ruling = self._door.rule(meta, snapshot, decision, tpot_ns)
+        if ruling is ADMITTED:
+            return Admission.ADMIT
         self.tally.admissions[ruling.admission.value] += 1
         if ruling.admission is Admission.QUEUE:
-            self._room.enter(meta.request_id, limits.priority, now_ns)
             raise CapacityError(queue_message(ruling), retry_after_s=ruling.retry_after_ns / 1e9)
-        self._room.leave(meta.request_id)
         if ruling.admission is Admission.SHED:
             self.release(meta.request_id)  # of an attempt before this one
-            self._remember(decision_id, request, snapshot, decision, ruling.admission)
+            self._remember(meta, decision_id, request, snapshot, decision, ruling.admission)
             forecast_ns = decision.price_ns if ruling.missed == "ttft" else tpot_ns or 0.0
             raise OverloadError(
-                shed_message(limits, ruling, forecast_ns, float(decision.redo[decision.position])),
+                shed_message(meta.limits, ruling, forecast_ns, float(decision.redo[decision.position])),
                 retry_after_s=ruling.retry_after_ns / 1e9,
                 missed=ruling.missed,
             )
@@ -411,7 +385,7 @@ class RouterCore:
             "workers": worker_rows(self._fleet, self._learned, self._worker_counters, now_ns),
             "links": link_rows(self._learned.links),
             **tally,
-            "admissions": {**tally["admissions"], "queued_now": len(self._room)},
+            "admissions": {**tally["admissions"], "queued_now": len(self._door)},
             "goodput": {**goodput(self._worker_counters.values()), "shed": self.tally.shed},
             "records": len(self._records),
             "records_dropped": self._records.dropped,
@@ -448,6 +422,7 @@ class RouterCore:
 
     def _remember(
         self,
+        meta: RequestMeta,
         decision_id: str,
         request: RequestView,
         snapshot: Snapshot,
@@ -455,9 +430,19 @@ class RouterCore:
         admission: Admission,
         decoder: WorkerKey | None = None,
     ) -> None:
-        at_ns, policy = snapshot.now_ns, self._policy.name
+        at_ns, policy, keys = snapshot.now_ns, self._policy.name, self._keys
         self._records.add(
-            DecisionRecord(decision_id, at_ns, policy, request, self._keys, decision, None, admission, decoder)
+            DecisionRecord(
+                decision_id,
+                at_ns,
+                policy,
+                request,
+                keys,
+                decision,
+                admission=admission,
+                decoder=decoder,
+                waited_ns=meta.elapsed_ns,
+            )
         )
 
     def _learn_load(self, reader: WorkerKey, load: LoadSample, now_ns: int) -> None:

@@ -10,6 +10,7 @@ from kvpool.types import Tier, WorkerKey
 from router.cost import Costs, Price
 from router.signals import Holding, RequestView, Snapshot
 from router.striping import Stripes, deal, first_block
+from router.waiting import Hold
 
 MAX_ALTERNATES = 3
 _REDO = PlanKind.REDO  # looking a member up takes longer than comparing with it
@@ -63,6 +64,7 @@ class Params:
         costs: what pricing assumes.
         loads: False prices redo only.
         harm: how a plan's prefill time counts for the requests behind it.
+        hold: from when on requests wait at the router.
         deadline_factor: budget of loads in units of their predicted time.
         min_deadline_ns, min_stall_ns: floors of the load deadline and of the stall bound.
         priced_pairs: (worker, holder) pairs that are priced even when they cannot win, so that the record shows them.
@@ -71,6 +73,7 @@ class Params:
     costs: Costs = field(default_factory=Costs)
     loads: bool = True
     harm: Harm = DEFAULT_HARM
+    hold: Hold = field(default_factory=Hold)
     deadline_factor: float = 3.0
     min_deadline_ns: float = 1e9
     min_stall_ns: float = 1e9

@@ -24,6 +24,8 @@ _RECORD_OVERHEAD_BYTES = 1024
 _BYTES_PER_WORKER = 3 * 8
 _BYTES_PER_PRICE = 500
 _CANDIDATES_SHOWN = 12
+WAIT_SHOWN_NS = 50_000_000
+"""A wait before the decision that is worth a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class DecisionRecord(NamedTuple):
         admission: admitted, degraded (started although a limit will be missed) or shed (not started).
         decoder: who goes on after the first token, when that is somebody else (`router.roles`).
         followed: False when a client said that it follows another router's decision, or has given up.
+        waited_ns: time from the user's call to the decision: at the router (`router.waiting`), or in earlier attempts.
     """
 
     decision_id: str
@@ -72,6 +75,7 @@ class DecisionRecord(NamedTuple):
     admission: Admission = Admission.ADMIT
     decoder: WorkerKey | None = None
     followed: bool = True
+    waited_ns: int = 0
 
     def candidates(self) -> list[Candidate]:
         """Every eligible worker with redo, and every load that was priced, cheapest first. Loads that are absent were
@@ -142,6 +146,7 @@ class DecisionRecord(NamedTuple):
             "admission": self.admission.value,
             "decoder": None if self.decoder is None else str(self.decoder),
             "followed": self.followed,
+            "waited_ns": self.waited_ns,
             "outcome": None if self.outcome is None else asdict(self.outcome),
         }
 
@@ -225,6 +230,10 @@ def explain_lines(record: DecisionRecord) -> list[str]:
         f"prompt: {record.request.prompt_tokens:,} tokens, {record.request.chain_blocks} full blocks",
         f"chosen: {decision.worker} · {_plan_text(record)} · expected {_seconds(decision.price_ns)}",
     ]
+    if record.waited_ns >= WAIT_SHOWN_NS:
+        lines.append(
+            f"decided {_seconds(record.waited_ns)} after the call: it waited at the router, or was tried before"
+        )
     if record.decoder is not None:
         lines.append(f"handed over: after the first token to {record.decoder}")
     if record.admission is Admission.DEGRADE:

@@ -33,7 +33,8 @@ from kvpool.types import (
     WorkerId,
     WorkerKey,
 )
-from router.core import RequestMeta, RouterCore
+from router.core import RouterCore
+from router.door import RequestMeta
 from router.policies import NEVER_LOADS
 from router.signals import Features
 from router.simulation.report import SimReport

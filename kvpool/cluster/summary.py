@@ -29,6 +29,7 @@ def summary(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     failed = sum(count for name, count in counters.items() if name.startswith(FAILED))
     running, waiting = (sum(part[name] for part in workers) for name in ("running", "waiting"))
     shed = router.get("goodput", {}).get("shed", 0)
+    held = router.get("admissions", {}).get("queued_now", 0)
     problems = list(_problems(status))
     shown = [text if len(text) <= MAX_PROBLEM_CHARS else f"{text[:MAX_PROBLEM_CHARS]}…" for text in problems]
     more = [f"and {len(shown) - MAX_PROBLEMS} more"] if len(shown) > MAX_PROBLEMS else []
@@ -36,7 +37,8 @@ def summary(status: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("members", ", ".join(_answering(status, kind, name) for kind, name in _KINDS)),
         (
             "requests",
-            f"{finished} finished, {shed} shed, {running} running, {waiting} waiting; failed attempts {failed}",
+            f"{finished} finished, {shed} shed, {running} running, {waiting} waiting at workers, {held} at the router; "
+            f"failed attempts {failed}",
         ),
         ("decisions", _counted(router.get("decisions", {}))),
         ("failures", _counted(failures)),

@@ -15,6 +15,7 @@ from kvpool.types import BlockHash, WorkerKey
 from router.decide import Decision
 from router.kernel import Floats
 from router.planning import Params
+from router.policies.base import AtOnce
 from router.policies.common import Facts, Rule
 from router.signals import RequestView, Snapshot
 
@@ -24,7 +25,7 @@ SGLANG_CACHE_THRESHOLD = 0.3
 SGLANG_TREE_BLOCKS = 2**20
 
 
-class SGLangCacheAware:
+class SGLangCacheAware(AtOnce):
     """Shortest queue when the fleet is out of balance, else the best match above a threshold, else the smallest tree.
 
     State: an approximate tree per worker of the prompts this router sent there, never told of evictions; the quirk

@@ -13,6 +13,7 @@ from router.cost import Price
 from router.decide import Decision, LoadPrice
 from router.kernel import OWN, REDO, WAIT, Floats
 from router.planning import Params, build_plan, build_promise
+from router.policies.base import AtOnce
 from router.scores import Case, open_case
 from router.signals import Holding, RequestView, Snapshot, holdings
 
@@ -88,7 +89,7 @@ def gather(request: RequestView, snapshot: Snapshot, params: Params) -> Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(AtOnce):
     """Base of the baselines: how a picked worker becomes a decision with the same prices and promises as ours."""
 
     params: Params = field(default_factory=Params)

@@ -8,6 +8,7 @@ from random import Random
 from router.decide import Decision, decide
 from router.planning import Harm, Params
 from router.signals import RequestView, Snapshot
+from router.waiting import NEVER, Hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,11 @@ class KVPoolPolicy:
     params: Params = field(default_factory=Params)
     name: str = "kvpool"
 
+    @property
+    def hold(self) -> Hold:
+        """See `router.policies.base.Policy`."""
+        return self.params.hold
+
     def choose(self, request: RequestView, snapshot: Snapshot, rng: Random) -> Decision:
         """See `router.decide.decide`; ``rng`` is not used."""
         return decide(request, snapshot, self.params)
@@ -24,4 +30,4 @@ class KVPoolPolicy:
 
 def redo_only(params: Params | None = None) -> KVPoolPolicy:
     """Our queue and redo prices, never a load: what the demo compares with."""
-    return KVPoolPolicy(replace(params or Params(harm=Harm()), loads=False), "redo_only")
+    return KVPoolPolicy(replace(params or Params(harm=Harm(), hold=NEVER), loads=False), "redo_only")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 from router.decide import Decision
+from router.policies.base import AtOnce
 from router.policies.common import Rule
 from router.signals import RequestView, Snapshot
 
@@ -22,7 +23,7 @@ class RandomRule(Rule):
         return self.redo_on(facts, rng.choice(facts.candidates))
 
 
-class RoundRobin:
+class RoundRobin(AtOnce):
     """Eligible workers in turn, in key order. State: how many requests were routed."""
 
     name = "round_robin"

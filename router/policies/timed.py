@@ -11,11 +11,12 @@ from kvpool.types import WorkerKey
 from router.decide import Decision
 from router.kernel import Floats
 from router.planning import Params
+from router.policies.base import AtOnce
 from router.policies.common import Facts, Rule
 from router.signals import Holding, RequestView, Snapshot
 
 
-class Plain:
+class Plain(AtOnce):
     """Least ``queue + uncached / prefill speed``: the classic rule, the special case without loads."""
 
     name = "plain"
@@ -36,7 +37,7 @@ def token_time(facts: Facts) -> Floats:
     return np.asarray(whole / total, dtype=np.float64)
 
 
-class Gorgo:
+class Gorgo(AtOnce):
     """Least ``rtt + P·uncached + Q·queued``; P and Q are fitted online, here by the shared prefill estimators."""
 
     name = "gorgo"
@@ -56,7 +57,7 @@ class Gorgo:
 MOONCAKE_THRESHOLD = 1.5
 
 
-class Mooncake:
+class Mooncake(AtOnce):
     """Algorithm 1 of the FAST'25 paper.
 
     Per node: when the best holder's prefix is more than ``threshold`` times its own, assume the missing part is
@@ -99,7 +100,7 @@ PREBLE_WINDOW_NS = 180_000_000_000
 PREBLE_IMBALANCE = 1.5
 
 
-class Preble:
+class Preble(AtOnce):
     """E2: exploit the holder when the matched part is longer than the rest, else explore the least cost.
 
     Cost of exploring: the worker's load over a sliding window, the cost of evicting for this prompt, and its prefill.

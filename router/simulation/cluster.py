@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from random import Random
 
+from kvpool.errors import CapacityError
 from kvpool.plan import Route
 from kvpool.reports import PrefillSample, RequestOutcome
 from kvpool.types import (
@@ -20,7 +21,8 @@ from kvpool.types import (
     WorkerId,
     WorkerKey,
 )
-from router.core import RequestMeta, RouterCore
+from router.core import RouterCore
+from router.door import RequestMeta
 from router.policies import Policy
 from router.signals import Features, Footprint
 from router.simulation.cache import Change, NodeCache
@@ -141,10 +143,18 @@ class Cluster:
             chain,  # type: ignore[arg-type]
             request.output_tokens,
             exclude,
+            elapsed_ns=self.loop.now_ns - request.arrival_ns,
         )
-        route = self.core.route(meta)
+        try:
+            route = self.core.route(meta)
+        except CapacityError as error:  # it waits at the router
+            served.attempts -= 1
+            again_ns = round(float(error.details["retry_after_s"]) * 1e9)
+            self.loop.after(again_ns, self._arrive, index, request, exclude)
+            return
         node = self._by_key[route.worker]
         served.plan = route.plan.kind.value
+        served.decided_ns = self.loop.now_ns
         served.predicted_ns = route.plan.predicted_ttft_ns
         served.node = node.number
         self.loop.after(self._timing.dispatch_ns, self._accept, index, request, chain, route, node)
@@ -193,7 +203,7 @@ class Cluster:
                 request_id=job.route.request_id,
                 decision_id=job.route.decision_id,
                 worker_id=node.key.worker_id,
-                ttft_ns=served.ttft_ns,
+                ttft_ns=sequence.first_token_ns - job.accepted_ns,
                 tokens_cached=served.tokens_cached,
                 tokens_loaded=served.tokens_loaded,
                 tokens_redone=served.tokens_redone,

@@ -23,6 +23,7 @@ from router.simulation.network import Network
 from router.simulation.parts import Node
 from router.simulation.presets import Preset
 from router.simulation.scenario import Timing
+from router.waiting import Hold
 
 ORACLE = "oracle"
 AT_ONCE = Timing(dispatch_ns=0, report_ns=0, index_ns=0)
@@ -67,6 +68,11 @@ class Oracle:
     def name(self) -> str:
         """Name of the policy."""
         return self._policy.name
+
+    @property
+    def hold(self) -> Hold:
+        """That of the policy."""
+        return self._policy.hold
 
     def choose(self, request: RequestView, snapshot: Snapshot, rng: Random) -> Decision:
         """The policy's choice on the snapshot as it truly is."""

@@ -106,7 +106,7 @@ def summarise(served: Sequence[Served], facts: RunFacts) -> SimReport:
     per_node = Counter(item.node for item, _ in answered)
     first_ns = served[0].arrival_ns if served else 0
     length_s = max(1, facts.ended_ns - first_ns) / 1e9
-    errors = sorted(abs(item.predicted_ns - value) / max(1, value) for item, value in answered)
+    errors = sorted(_error(item, value - item.waited_ns) for item, value in answered)
     return SimReport(
         trace=facts.trace,
         model=facts.model,
@@ -140,3 +140,8 @@ def summarise(served: Sequence[Served], facts: RunFacts) -> SimReport:
         events=facts.events,
         ttft_ms=tuple(value / 1e6 for _, value in answered),
     )
+
+
+def _error(item: Served, real_ns: int) -> float:
+    """Relative error of what was expected of a request when it was decided."""
+    return abs(item.predicted_ns - real_ns) / max(1, real_ns)

@@ -36,7 +36,12 @@ class Timing:
 
 @dataclass(slots=True)
 class Served:
-    """What became of one request."""
+    """What became of one request.
+
+    Attributes:
+        decided_ns: moment of its last decision; before it, it waited at the router.
+        predicted_ns: what was expected then, from that moment to its first token.
+    """
 
     arrival_ns: int
     prompt_tokens: int
@@ -44,6 +49,7 @@ class Served:
     node: int = -1
     plan: str = "none"
     ttft_ns: int | None = None
+    decided_ns: int = 0
     predicted_ns: int = 0
     finished_ns: int | None = None
     tokens_cached: int = 0
@@ -52,6 +58,11 @@ class Served:
     tokens_redone: int = 0
     load_failures: int = 0
     attempts: int = 0
+
+    @property
+    def waited_ns(self) -> int:
+        """Time before its last decision."""
+        return self.decided_ns - self.arrival_ns
 
     @property
     def tpot_ns(self) -> float:

@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 from kvpool.errors import RequestError
+from kvpool.types import RequestId, WorkerId
 from router.decide import Decision
 from router.planning import Params
 from router.policies import KVPoolPolicy, Policy, make_policy
@@ -24,6 +25,7 @@ from router.simulation.presets import Preset
 from router.simulation.report import SimReport
 from router.simulation.simulate import simulate
 from router.simulation.trace import Trace
+from router.waiting import Hold
 
 OURS = "kvpool"
 TUNED = "kvpool-tuned"
@@ -93,26 +95,34 @@ class Run:
 
 
 class Watched:
-    """A policy that is watched: counts where requests went, and calls ``on_decision`` with their number so far."""
+    """A policy that is watched: which worker each request was last decided for, and ``on_decision`` is called with the
+    number of requests that were decided so far."""
 
     def __init__(self, policy: Policy, on_decision: Callable[[int], None] | None = None) -> None:
         self._policy = policy
         self._on_decision = on_decision
-        self._decided = 0
-        self.workers: Counter[str] = Counter()
+        self._workers: dict[RequestId, WorkerId] = {}
+
+    def workers(self) -> Counter[WorkerId]:
+        """How many requests each worker got, but for those that got none."""
+        return Counter(self._workers.values())
 
     @property
     def name(self) -> str:
         """Name of the policy."""
         return self._policy.name
 
+    @property
+    def hold(self) -> Hold:
+        """That of the policy."""
+        return self._policy.hold
+
     def choose(self, request: RequestView, snapshot: Snapshot, rng: Random) -> Decision:
         """The policy's choice, unchanged."""
         decision = self._policy.choose(request, snapshot, rng)
-        self._decided += 1
-        self.workers[decision.worker.worker_id] += 1
+        self._workers[request.request_id] = decision.worker.worker_id
         if self._on_decision is not None:
-            self._on_decision(self._decided)
+            self._on_decision(len(self._workers))
         return decision
 
 
@@ -185,7 +195,7 @@ def _run(sweep: Sweep, bandwidth: float, rate: float, name: str, on_progress: Ca
         faults=sweep.faults,
         oracle=name == ORACLE,
     )
-    routed = sorted(policy.workers.values(), reverse=True)
+    routed = sorted(policy.workers().values(), reverse=True)
     idle = [0] * (sweep.nodes - len(routed))  # nodes that got nothing were never counted
     return Run(report, sweep.offered_rps(rate), (*routed, *idle))
 

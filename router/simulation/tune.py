@@ -41,6 +41,8 @@ KNOBS = (
     Knob("harm.cap_ns", 1e8, 2e10, log=True),
     Knob("harm.beside", 0.0, 0.5),
     Knob("harm.keep", 0.0, 4.0),
+    Knob("hold.backlog_ns", 1e9, 3e10, log=True),
+    Knob("hold.age", 0.0, 10.0),
     Knob("costs.notice_ns", 2e7, 2e9, log=True),
 )
 """What changes decisions in the simulator. Deadlines and stall bounds are left alone: they guard against what the

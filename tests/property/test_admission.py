@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.request import Limits
-from router.admission import MAX_QUEUE_NS, MAX_RETRY_NS, MAX_YIELD_NS, MIN_RETRY_NS, Admission, Forecast, admit
+from router.admission import MAX_HOLD_NS, MAX_QUEUE_NS, MAX_RETRY_NS, MIN_RETRY_NS, Admission, Forecast, admit
+from router.waiting import MAX_YIELD_NS
 
 SETTINGS = settings(max_examples=300, deadline=None)
 times = st.integers(1, 10**12)
@@ -21,6 +22,7 @@ forecasts = st.builds(
     tpot_ns=st.none() | st.floats(0, 1e12),
     elapsed_ns=st.integers(0, 10**12),
     outranked=st.booleans(),
+    hold_ns=st.floats(-1e12, 1e12),
 )
 
 
@@ -41,17 +43,17 @@ def test_only_a_request_with_a_limit_that_may_not_degrade_is_ever_shed(limit: Li
 @SETTINGS
 @given(limits, forecasts)
 def test_queueing_ends(limit: Limits, forecast: Forecast) -> None:
-    waited = max(MAX_QUEUE_NS, MAX_YIELD_NS, limit.ttft_ns or 0)
+    waited = max(MAX_QUEUE_NS, MAX_YIELD_NS, MAX_HOLD_NS, limit.ttft_ns or 0)
     assert admit(limit, replace(forecast, elapsed_ns=waited)).admission is not Admission.QUEUE
 
 
 @SETTINGS
 @given(limits, forecasts)
-def test_limits_that_are_met_admit_whoever_is_not_outranked(limit: Limits, forecast: Forecast) -> None:
+def test_limits_that_are_met_admit_whoever_is_neither_outranked_nor_held(limit: Limits, forecast: Forecast) -> None:
     met = limit.ttft_ns is None or forecast.elapsed_ns + forecast.ttft_ns <= limit.ttft_ns
     met &= limit.tpot_ns is None or forecast.tpot_ns is None or forecast.tpot_ns <= limit.tpot_ns
     if met:
-        assert admit(limit, replace(forecast, outranked=False)).admission is Admission.ADMIT
+        assert admit(limit, replace(forecast, outranked=False, hold_ns=0.0)).admission is Admission.ADMIT
 
 
 @SETTINGS

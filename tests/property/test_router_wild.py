@@ -23,8 +23,9 @@ from kvpool.reports import (
 )
 from kvpool.request import Limits
 from kvpool.types import MemberState, RequestId, Role, Tier, WorkerId, WorkerKey
-from router.core import RequestMeta, RouterCore
+from router.core import RouterCore
 from router.decide import Decision, decide
+from router.door import RequestMeta
 from router.estimators import LinkCurve, PrefillCurve
 from router.planning import Harm, Params
 from router.signals import Features, Footprint, RequestView

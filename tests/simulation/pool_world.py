@@ -21,7 +21,8 @@ from kvpool.hashing import block_hashes
 from kvpool.plan import HolderRef, LoadSlice, Plan, PlanKind, Route
 from kvpool.request import GenerateRequest, SamplingParams
 from kvpool.types import BlockHash, MemberInfo, MemberState, RequestId, Tier, WorkerId, WorkerKey
-from router.core import RequestMeta, RouterCore
+from router.core import RouterCore
+from router.door import RequestMeta
 from router.planning import Params
 from router.policies import KVPoolPolicy
 from router.signals import Features

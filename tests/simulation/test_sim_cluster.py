@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from kvpool.errors import ConfigError, RequestError
-from router.policies import POLICIES, make_policy
+from router.planning import Params
+from router.policies import POLICIES, KVPoolPolicy, Policy, make_policy
 from router.signals import Features
 from router.simulation.cluster import Cluster, Faults
 from router.simulation.generators import GENERATORS, Shape, generate
@@ -17,6 +19,7 @@ from router.simulation.presets import PRESETS, get_preset
 from router.simulation.report import SimReport
 from router.simulation.simulate import simulate
 from router.simulation.trace import Trace, TraceRequest, load_trace
+from router.waiting import MAX_POLL_NS, NEVER, Hold
 
 S = 1_000_000_000
 CONVERSATION = Path(__file__).parents[2] / "examples" / "traces" / "mooncake_conversation.jsonl.xz"
@@ -27,7 +30,7 @@ def trace() -> Trace:
     return load_trace(CONVERSATION).spread().head(300)
 
 
-def run(trace: Trace, policy: str = "kvpool", **more: object) -> SimReport:
+def run(trace: Trace, policy: Policy | str = "kvpool", **more: object) -> SimReport:
     options: dict[str, object] = {"nodes": 4, "preset": "llama-70b", "bandwidth_bytes_per_s": 8e9, "rate": 1.5}
     return simulate(trace, policy=policy, **{**options, **more})  # type: ignore[arg-type]
 
@@ -49,11 +52,46 @@ def test_the_same_seed_gives_the_same_run_to_the_bit(trace: Trace) -> None:
 
 
 def test_the_oracle_is_told_the_truth_and_ours_stays_close(trace: Trace) -> None:
-    busy = {"rate": 4.0, "bandwidth_bytes_per_s": 4e9}
+    busy = {"rate": 1.0, "bandwidth_bytes_per_s": 4e9}
     ours, oracle = run(trace, **busy), run(trace, oracle=True, **busy)
     assert oracle.unfinished == 0
-    assert oracle.predicted_error < 0.5 * ours.predicted_error
+    assert oracle.predicted_error < 0.8 * ours.predicted_error
     assert 0.95 * oracle.ttft_mean_ms < ours.ttft_mean_ms < 1.25 * oracle.ttft_mean_ms  # it knows no future
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_in_overload_waiting_at_the_router_shortens_the_mean_and_the_tail(part: int) -> None:
+    whole = load_trace(CONVERSATION).spread()
+    overload = replace(whole, requests=whole.requests[300 * part : 300 * (part + 1)])
+    early = KVPoolPolicy(replace(Params(), hold=NEVER))
+    late, at_once = (run(overload, policy=policy, rate=4.0) for policy in (KVPoolPolicy(), early))
+    assert late.unfinished == 0
+    assert late.ttft_mean_ms < 0.95 * at_once.ttft_mean_ms
+    assert late.ttft_p99_ms < 0.9 * at_once.ttft_p99_ms
+
+
+def test_no_request_waits_for_those_that_come_long_after_it() -> None:
+    """Of two requests with equal prefill the one that came first is decided first, but for the time between asks."""
+    cluster = Cluster(
+        load_trace(CONVERSATION).spread().head(300).faster(4.0),
+        get_preset("llama-70b"),
+        nodes=4,
+        bandwidth_bytes_per_s=8e9,
+        policy=make_policy("kvpool"),
+    )
+    served = cluster.run()
+    assert max(item.waited_ns for item in served) > 20 * S
+    slack_ns = MAX_POLL_NS + 2 * S
+    preset = get_preset("llama-70b")
+    for item in served:
+        own_ns = preset.curve.time_ns(item.tokens_redone, item.prompt_tokens - item.tokens_redone)
+        passed = [
+            other
+            for other in served
+            if other.decided_ns + slack_ns < item.decided_ns
+            and other.arrival_ns > item.arrival_ns + Hold().age * 1.5 * own_ns + slack_ns
+        ]
+        assert not passed
 
 
 def test_loads_move_the_bytes_that_are_accounted_for(trace: Trace) -> None:
@@ -114,7 +152,7 @@ def test_requests_of_a_node_that_dies_are_served_by_others(trace: Trace) -> None
     served = cluster.run()
     assert all(item.ttft_ns is not None for item in served)
     assert any(item.attempts > 1 for item in served)
-    during = [item for item in served if 8.5 * S < item.arrival_ns < 14.5 * S]
+    during = [item for item in served if 8.5 * S < item.decided_ns < 14.5 * S]
     assert during
     assert all(item.node != 1 for item in during)
     assert any(item.node == 1 for item in served if item.arrival_ns > 16 * S)  # it comes back, empty

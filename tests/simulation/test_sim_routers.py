@@ -11,7 +11,8 @@ import pytest
 from kvpool.plan import Route
 from kvpool.reports import PrefillSample, WorkerLoad
 from kvpool.types import MemberState, RequestId, WorkerKey
-from router.core import RequestMeta, RouterCore
+from router.core import RouterCore
+from router.door import RequestMeta
 from router.peers import MAX_SCALE, Peers
 from router.simulation.events import EventLoop
 from tests.unit.router_kit import MS, FakeDirectory, chain, key, member, report

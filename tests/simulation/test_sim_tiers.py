@@ -12,6 +12,7 @@ from kvpool.types import Tier, WorkerEpoch, WorkerId, WorkerKey
 from router.decide import Decision
 from router.estimators import LinkCurve
 from router.policies import make_policy
+from router.policies.base import AtOnce
 from router.signals import Features, RequestView, Snapshot
 from router.simulation.cache import NodeCache
 from router.simulation.cluster import Cluster, Faults
@@ -176,7 +177,7 @@ BANDWIDTH = 30e9
 """Above B*."""
 
 
-class Scripted:
+class Scripted(AtOnce):
     """Our policy, but with the node of each request given; the first two compute all of their prompts, and the links
     are known from the start."""
 

@@ -10,9 +10,10 @@ from kvpool.errors import CapacityError, OverloadError
 from kvpool.reports import PrefillSample, WorkerLoad
 from kvpool.request import NO_LIMITS, Limits
 from kvpool.types import RequestId
-from router.admission import MAX_QUEUE_NS, MAX_WAITING, POLL_NS, Admission, Forecast, WaitingRoom, admit
+from router.admission import MAX_HOLD_NS, MAX_QUEUE_NS, WORKERS_BUSY, Admission, Forecast, admit
 from router.core import RouterCore
 from router.decoding import DecodeEstimators
+from router.waiting import POLL_NS
 from tests.unit.router_kit import MS, S, key, report
 from tests.unit.test_router_core import Clock, make_core, meta
 
@@ -58,18 +59,12 @@ def test_who_is_outranked_yields_for_a_bounded_time() -> None:
     assert admit(hurried, Forecast(0.95 * S, outranked=True)).admission is Admission.ADMIT
 
 
-def test_the_waiting_room_forgets_who_stops_asking_and_is_bounded() -> None:
-    room = WaitingRoom()
-    room.enter(A, 5, now_ns=0)
-    assert room.outranks(0, POLL_NS)
-    assert not room.outranks(5, POLL_NS)
-    assert not room.outranks(0, 11 * POLL_NS)
-    assert len(room) == 0
-    for number in range(MAX_WAITING + 5):
-        room.enter(RequestId(str(number)), 1, 0)
-    assert len(room) == MAX_WAITING
-    room.leave(RequestId("3"))
-    assert len(room) == MAX_WAITING - 1
+def test_who_is_held_waits_half_of_the_time_and_no_longer_than_a_bound() -> None:
+    ruling = admit(NO_LIMITS, Forecast(9.0 * S, hold_ns=4.0 * S))
+    assert (ruling.admission, ruling.missed, ruling.retry_after_ns) == (Admission.QUEUE, WORKERS_BUSY, 2 * S)
+    assert admit(NO_LIMITS, Forecast(9.0 * S, hold_ns=-1.0 * S)).admission is Admission.ADMIT
+    assert admit(NO_LIMITS, Forecast(9.0 * S, elapsed_ns=MAX_HOLD_NS, hold_ns=4.0 * S)).admission is Admission.ADMIT
+    assert admit(Limits(ttft_ns=10 * S), Forecast(9.0 * S, hold_ns=4.0 * S)).admission is Admission.ADMIT
 
 
 def test_decode_speed_is_learned_from_running_totals() -> None:
@@ -96,9 +91,9 @@ def test_decode_speed_is_learned_from_running_totals() -> None:
 # -- the router
 
 
-def slow_core(workers: int = 2) -> tuple[RouterCore, Clock]:
+def slow_core(workers: int = 2, policy: str = "kvpool") -> tuple[RouterCore, Clock]:
     """Workers that need about 0.16 s for 1,600 tokens."""
-    core, _, clock = make_core(workers)
+    core, _, clock = make_core(workers, policy)
     for number in range(workers):
         core.on_report(report(number, 1, prefills=(PrefillSample(1600, 0, 160 * MS),)))
     return core, clock
@@ -108,11 +103,13 @@ def busy(core: RouterCore, number: int, sequence: int, tokens: int = 100_000) ->
     core.on_report(report(number, sequence, WorkerLoad(waiting_requests=4, queued_prefill_tokens=tokens)))
 
 
-def test_without_limits_an_overloaded_router_still_routes() -> None:
+def test_without_limits_nothing_is_ever_shed() -> None:
     core, _ = slow_core()
     for number in range(2):
         busy(core, number, 2)
-    assert core.route(meta("r")).worker in {key(0), key(1)}
+    with pytest.raises(CapacityError, match="more than enough to do"):
+        core.route(meta("r"))
+    assert core.route(meta("r", elapsed_ns=MAX_HOLD_NS)).worker in {key(0), key(1)}
     assert core.status()["goodput"]["shed"] == 0
 
 

@@ -11,7 +11,8 @@ from kvpool.plan import PlanKind
 from kvpool.reports import RequestOutcome, WorkerLoad
 from kvpool.request import Limits
 from kvpool.types import MemberState, Role, Tier, WorkerId
-from router.core import RequestMeta, RouterCore
+from router.core import RouterCore
+from router.door import RequestMeta
 from tests.unit.router_kit import MS, FakeDirectory, S, chain, key, member, report
 from tests.unit.test_admission import _decoding
 from tests.unit.test_router_core import Clock, meta

@@ -11,7 +11,8 @@ from kvpool.errors import ConfigError, RequestError, UnavailableError
 from kvpool.plan import PlanKind
 from kvpool.reports import LoadSample, PrefillSample, RequestOutcome, WorkerLoad
 from kvpool.types import MemberState, RequestId, Role, Tier
-from router.core import RequestMeta, RouterCore
+from router.core import RouterCore
+from router.door import RequestMeta
 from router.signals import RequestView, holdings, readable
 from tests.unit.router_kit import MS, FakeDirectory, S, chain, key, member, report
 

@@ -31,7 +31,7 @@ def _status() -> dict[str, Any]:
 def test_a_healthy_cluster_fits_five_lines_and_nothing_is_wrong() -> None:
     assert dict(summary(_status())) == {
         "members": "2 of 2 workers, 2 of 2 routers, 1 of 1 metadata servers",
-        "requests": "7 finished, 1 shed, 2 running, 4 waiting; failed attempts 1",
+        "requests": "7 finished, 1 shed, 2 running, 4 waiting at workers, 0 at the router; failed attempts 1",
         "decisions": "load 2, redo 5",
         "failures": "stall 2, unavailable 1",
         "wrong now": "nothing",

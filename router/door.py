@@ -1,0 +1,107 @@
+"""The router's door: whether a decided request starts now, by its limits, by who waits and by what workers have to do.
+
+`router.admission` has the rules, `router.waiting` who waits; here they meet one request.  (pure)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvpool.request import NO_LIMITS, Limits
+from kvpool.types import BlockHash, RequestId, WorkerKey
+from router.admission import Admission, Forecast, Ruling, admit
+from router.decide import Decision
+from router.signals import Columns, Snapshot
+from router.waiting import Hold, Turn, WaitingRoom
+
+ADMITTED = Ruling(Admission.ADMIT)
+"""What almost every request is told, without a look at anything but the chosen worker's queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMeta:
+    """What the shell knows of a request.
+
+    Attributes:
+        request_id: identity; a retry keeps it.
+        prompt_tokens: length of the prompt.
+        chain: hashes of its full blocks.
+        max_tokens: tokens to generate at most.
+        exclude: incarnations that just failed this request.
+        limits: what it asks of the service.
+        elapsed_ns: time since the user's call.
+    """
+
+    request_id: RequestId
+    prompt_tokens: int
+    chain: tuple[BlockHash, ...]
+    max_tokens: int = 1
+    exclude: frozenset[WorkerKey] = frozenset()
+    limits: Limits = NO_LIMITS
+    elapsed_ns: int = 0
+
+
+class Door:
+    """Not thread-safe.
+
+    Args:
+        hold: from when on requests wait here for workers.
+    """
+
+    def __init__(self, hold: Hold) -> None:
+        self._hold = hold
+        self._room = WaitingRoom()
+
+    def __len__(self) -> int:
+        """Requests that wait and keep asking."""
+        return len(self._room)
+
+    def rule(self, meta: RequestMeta, snapshot: Snapshot, decision: Decision, tpot_ns: float | None) -> Ruling:
+        """Rule on a decided request.
+
+        Args:
+            tpot_ns: expected gap between its tokens; None when it does not matter, or nobody knows.
+        """
+        limits, now_ns = meta.limits, snapshot.now_ns
+        turn = self._turn(meta, snapshot, decision)
+        if limits is NO_LIMITS and turn is None and not len(self._room):
+            return ADMITTED
+        self._room.expire(now_ns)
+        outranked = self._room.outranks(limits.priority)
+        hold_ns = 0.0 if turn is None else self._hold_ns(meta.request_id, turn, snapshot)
+        ruling = admit(limits, Forecast(decision.price_ns, tpot_ns, meta.elapsed_ns, outranked, hold_ns))
+        if ruling.admission is Admission.QUEUE:
+            self._room.enter(meta.request_id, limits.priority, turn, now_ns + ruling.retry_after_ns)
+        else:
+            self._room.leave(meta.request_id)
+        return ruling
+
+    def leave(self, request_id: RequestId) -> None:
+        """The request waits no longer."""
+        self._room.leave(request_id)
+
+    def _turn(self, meta: RequestMeta, snapshot: Snapshot, decision: Decision) -> Turn | None:
+        """Place in the queue of a request whose worker has enough to do; None for one that is sent at once.
+
+        Who was failed by another worker waits like all others, and as the oldest comes first: when a worker dies, those
+        who were on it must not all stand in the queues of the rest at once.
+        """
+        hold, now_ns = self._hold, snapshot.now_ns
+        wait_ns = snapshot.columns.gpu_free_ns.item(decision.position) - now_ns
+        if wait_ns <= hold.free_ns:
+            return None
+        work_ns = decision.promise.gpu_ns
+        return Turn(hold.due_ns(now_ns - meta.elapsed_ns, work_ns, meta.limits.priority), work_ns)
+
+    def _hold_ns(self, request_id: RequestId, turn: Turn, snapshot: Snapshot) -> float:
+        """For how long the work before a request keeps the workers more than busy enough."""
+        backlog_ns, workers = mean_backlog_ns(snapshot.columns, snapshot.now_ns)
+        return backlog_ns + self._room.ahead_ns(request_id, turn) / workers - self._hold.backlog_ns
+
+
+def mean_backlog_ns(columns: Columns, now_ns: int) -> tuple[float, int]:
+    """Mean prefill work before each worker that takes requests, and how many these are, at least 1."""
+    waits = columns.gpu_free_ns[columns.closed_ns == 0.0] - now_ns
+    return (float(np.maximum(waits, 0.0).mean()), len(waits)) if len(waits) else (0.0, 1)
