@@ -395,7 +395,7 @@ class RouterCore:
 
     def vitals(self) -> Vitals:
         """What metrics show of this moment."""
-        return vitals(self._fleet, len(self._room), len(self._ledger), self._clock_ns())
+        return vitals(self._fleet, len(self._door), len(self._ledger), self._clock_ns())
 
     def learned(self) -> tuple[int, dict[str, Any]]:
         """A number that grows with everything learned, and what to keep across a restart, JSON-serialisable."""

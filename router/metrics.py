@@ -59,7 +59,13 @@ def tally_metrics(tally: Tally) -> list[Metric]:
         CounterMetricFamily(
             f"{PREFIX}lapsed_promises", "Promises whose request no worker ever named", value=tally.lapsed
         ),
-        _counters("rulings", "Rulings on requests with limits, whenever one asks", "ruling", rulings, tally.admissions),
+        _counters(
+            "rulings",
+            "Rulings on requests with limits and on those that wait, whenever one asks",
+            "ruling",
+            rulings,
+            tally.admissions,
+        ),
         _counters(
             "failovers",
             "Requests that came since their worker, or the router they ask first, had failed",
@@ -81,7 +87,7 @@ def vital_metrics(vitals: Vitals) -> list[Metric]:
         workers.add_metric([state.value], vitals.states[state])
     return [
         workers,
-        _gauge("queued_requests", "Requests with limits that were told to ask again", vitals.queued),
+        _gauge("queued_requests", "Requests that wait at the router: they were told to ask again", vitals.queued),
         _gauge("promises", "Requests promised to workers that no report shows yet", vitals.promises),
         _gauge("report_age_seconds", "Oldest last report of a worker that has work", vitals.report_age_ns / 1e9),
     ]
