@@ -61,6 +61,7 @@ class Plan(NamedTuple):
         predicted_load_ns: how long it expects the loads to take from their start, 0 when it does not say. A worker
             waits no longer than this, and as long again, before it trusts only what it sees arrive.
         patient: the holder may still be computing the blocks: those that are not there yet are no failure.
+        own_disk: read what lies on the worker's own disk. False where a peer brings it sooner.
     """
 
     kind: PlanKind
@@ -71,6 +72,7 @@ class Plan(NamedTuple):
     predicted_ttft_ns: int = 0
     predicted_load_ns: int = 0
     patient: bool = False
+    own_disk: bool = True
 
 
 REDO = Plan(kind=PlanKind.REDO)

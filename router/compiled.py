@@ -3,7 +3,8 @@
 The first process on a machine compiles (seconds), later ones load what it kept beside the source, or in the user's
 cache directory (a fraction of a second). Whoever serves requests calls `kernels` before the first; signatures are
 stated, so no call compiles later. Processes may compile at the same time: each writes a file of its own and renames it.
-Where nothing can be kept every process compiles for itself; what was kept and is not as it was written is replaced.
+Where nothing can be kept every process compiles for itself; what was kept and is not as it was written is replaced, and
+so is what was made of other sources: numba looks at the file of the compiled function only, not at what it inlines.
 """
 
 from __future__ import annotations
@@ -18,31 +19,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from router import kernel
+from router import kernel, kernel_stripes, prices
 
 log = logging.getLogger(__name__)
 
-INLINED = (
-    kernel.prefill_ns,
-    kernel.cost_of_load,
-    kernel.cost_of_whole_load,
-    kernel.cost_of_split,
-    kernel.split_tokens,
-    kernel.least_ns,
-    kernel.terms_of,
-    kernel.held_of,
-    kernel._free_blocks,
-    kernel._load_to,
-    kernel._score_waits,
-    kernel._bound_holders,
-    kernel._best_link,
-    kernel._backlog,
-    kernel._next_holder,
-    kernel._raise_bounds,
-    kernel._before,
-    kernel._turn,
-    kernel._pair_of,
-    kernel._stripes_floor,
+SOURCES = (prices, kernel, kernel_stripes)
+"""Modules whose functions become machine code."""
+
+LOOPS: tuple[Callable[..., Any], ...] = (
+    kernel.score_redo,
+    kernel.best_load,
+    kernel_stripes.stripes_reach,
+    kernel_stripes.best_stripes,
+)
+
+INLINED = tuple(
+    function
+    for module in SOURCES
+    for _, function in inspect.getmembers(module, inspect.isfunction)
+    if function.__module__ == module.__name__ and function not in LOOPS
 )
 """What the loops call."""
 
@@ -63,15 +58,17 @@ attempt says so."""
 _TABLE, _LIST = "float64[:,::1]", "float64[::1]"
 _REDO = f"({_TABLE}, {_TABLE}, {_TABLE}, {_LIST})"
 _LOAD = f"({_TABLE}, {_TABLE}, {_TABLE}, {_LIST}, {_TABLE}, int64, float64, float64)"
-_STRIPES = f"({_TABLE}, {_TABLE}, {_TABLE}, {_LIST}, {_TABLE}, int64, int64)"
+_REACH = f"({_TABLE}, {_TABLE}, {_TABLE}, {_LIST}, {_TABLE}, {_LIST}, float64, int64)"
+_STRIPES = f"({_TABLE}, {_TABLE}, {_TABLE}, {_LIST}, {_TABLE}, {_TABLE}, {_TABLE}, {_TABLE}, {_LIST}, {_LIST}, float64)"
 
 
 class Kernels(NamedTuple):
-    """See the functions of these names in `router.kernel`."""
+    """See the functions of these names in `router.kernel` and `router.kernel_stripes`."""
 
     score_redo: Callable[..., Any]
     best_load: Callable[..., Any]
     stripes_reach: Callable[..., Any]
+    best_stripes: Callable[..., Any]
 
 
 @cache
@@ -82,14 +79,11 @@ def kernels() -> Kernels:
 
     if config.DISABLE_JIT:
         log.warning("NUMBA_DISABLE_JIT is set, so decisions run as plain Python, which is much slower; unset it")
-        return Kernels(kernel.score_redo, kernel.best_load, kernel.stripes_reach)
+        return Kernels(*LOOPS)
     for scalar in INLINED:
         register_jitable(scalar)
-    return Kernels(
-        compile_loop(kernel.score_redo, _REDO),
-        compile_loop(kernel.best_load, _LOAD),
-        compile_loop(kernel.stripes_reach, _STRIPES),
-    )
+    signatures = (_REDO, _LOAD, _REACH, _STRIPES)
+    return Kernels(*(compile_loop(loop, signature) for loop, signature in zip(LOOPS, signatures, strict=True)))
 
 
 def compile_loop(function: Callable[..., Any], signature: str) -> Callable[..., Any]:
@@ -114,7 +108,9 @@ def _remove_damaged(function: Callable[..., Any]) -> None:
     kept = _kept(function)
     if all(_sum_of(path).is_file() and _sum_of(path).read_bytes() == _crc(path) for path in kept):
         return
-    log.warning("what was kept of %s is damaged or unfinished, it is compiled anew", function.__name__)
+    log.warning(
+        "what was kept of %s is damaged, unfinished or of other sources, it is compiled anew", function.__name__
+    )
     for path in kept:
         path.unlink(missing_ok=True)
 
@@ -136,4 +132,13 @@ def _sum_of(path: Path) -> Path:
 
 
 def _crc(path: Path) -> bytes:
-    return b"%08x" % zlib.crc32(path.read_bytes())
+    """Of a file, and of the sources of all loops."""
+    return b"%08x" % zlib.crc32(path.read_bytes(), _sources())
+
+
+@cache
+def _sources() -> int:
+    made = 0
+    for module in SOURCES:
+        made = zlib.crc32(inspect.getsource(module).encode(), made)
+    return made

@@ -1,6 +1,6 @@
 """Prices of plans for one worker and one holder: expected time to the first token.  (pure)
 
-The arithmetic is `router.kernel`'s; here it gets its words. Nothing here knows a clock or mutates its arguments.
+The arithmetic is `router.prices`'; here it gets its words. Nothing here knows a clock or mutates its arguments.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from kvpool.plan import PlanKind
 from kvpool.reports import WorkerLoad
-from router import kernel
+from router import prices
 from router.estimators import LinkCurve, PrefillCurve
-from router.kernel import Pair
+from router.prices import Pair
 from router.signals import Footprint
 
 __all__ = [
@@ -85,13 +85,15 @@ def make_pair(
     link: LinkCurve,
     failure: float,
     curve: PrefillCurve,
+    fill_ns: float = 0.0,
 ) -> Pair:
-    """A pair whose link moves ``footprint``, once both ends of it are free after ``backlog_ns``."""
+    """A pair whose link moves ``footprint``, once both ends of it are free after ``backlog_ns``; each block takes
+    ``fill_ns`` more to where the reader computes."""
     start_ns = backlog_ns + link.alpha_ns + footprint.fixed_bytes * link.byte_ns
     block_ns = footprint.block_bytes * link.byte_ns
     return Pair(
         wait_ns, redo_ns, own_blocks, held_blocks, total_tokens, footprint.block_tokens, start_ns, block_ns, failure,
-        curve.t0_ns, curve.token_ns, curve.pair_ns,
+        curve.t0_ns, curve.token_ns, curve.pair_ns, fill_ns,
     )  # fmt: skip
 
 
@@ -104,17 +106,17 @@ def price_load(pair: Pair, costs: Costs) -> Price | None:
     """Load front-first to the better of the two boundaries, then redo the rest; None when there is nothing to load."""
     if pair.held_blocks <= pair.own_blocks:
         return None
-    return Price(PlanKind.LOAD, *kernel.cost_of_load(pair, costs.notice_ns))
+    return Price(PlanKind.LOAD, *prices.cost_of_load(pair, costs.notice_ns))
 
 
 def price_whole_load(pair: Pair, costs: Costs) -> Price | None:
     """Load everything the holder has, front-first, then redo the rest; None when it has nothing more."""
     if pair.held_blocks <= pair.own_blocks:
         return None
-    return Price(PlanKind.LOAD, *kernel.cost_of_whole_load(pair, costs.notice_ns))
+    return Price(PlanKind.LOAD, *prices.cost_of_whole_load(pair, costs.notice_ns))
 
 
 def price_split(pair: Pair) -> Price | None:
     """Compute the front while the tail loads; None when there is no tail to load."""
-    price = Price(PlanKind.SPLIT, *kernel.cost_of_split(pair))
+    price = Price(PlanKind.SPLIT, *prices.cost_of_split(pair))
     return price if price.boundary else None

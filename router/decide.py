@@ -22,16 +22,20 @@ from kvpool.plan import Plan, PlanKind
 from kvpool.types import RequestId, WorkerKey
 from router import cost
 from router.compiled import kernels
-from router.cost import Pair, Price
-from router.kernel import OWN, REDO, WAIT, Floats, LoadCost, SplitCost
+from router.cost import Price
+from router.kernel import OWN, REDO, WAIT, Floats
+from router.kernel_stripes import POOL
 from router.planning import Params, Promise, build_plan, build_promise, build_striped_plan
+from router.prices import LoadCost, SplitCost
 from router.scores import Case, open_case
 from router.signals import Holding, RequestView, Snapshot
-from router.striping import MIN_GAIN, Stripes, Way, best_stripes
+from router.striping import Stripes, Way, share_out
 
 MAX_HOLDERS = 16
 """Bounds the time of a decision when hundreds of workers hold a hot prefix and their links differ a little."""
 
+MAX_REACHES = 64
+"""Workers and lengths at which loads from several holders are looked for, the most promising ones."""
 
 _LOAD, _SPLIT = PlanKind.LOAD, PlanKind.SPLIT  # looking a member up takes longer than comparing with it
 
@@ -61,7 +65,8 @@ class Decision(NamedTuple):
         own_blocks: what the chosen worker itself has of the prompt.
         holders: workers that hold a part of the prompt.
         together: for a load from several holders, when it starts and its time per byte as the plan expects them.
-        load_floor_ns: no load that is not in `loads` could have had a lower score; None when there was none.
+        load_floor_ns: no load that is not in `loads` could have had a lower score, among plans that use own disks as
+            this one does; None when there was none.
     """
 
     request_id: RequestId
@@ -132,13 +137,36 @@ class _Choice(NamedTuple):
         return Price(self.kind, *self.cost)
 
 
+class _Verdict(NamedTuple):
+    """The best plan of one case, and what was priced on the way."""
+
+    case: Case
+    choice: _Choice
+    stripes: Stripes | None
+    tried: list[Tried]
+    priced: list[LoadPrice]
+    floor: float
+
+
 def decide(request: RequestView, snapshot: Snapshot, params: Params) -> Decision:
     """Choose worker and plan for a request.
 
     Raises:
         UnavailableError: no worker can take it.
     """
-    case = open_case(request, snapshot, params)
+    verdict = _search(open_case(request, snapshot, params))
+    if not verdict.case.on_disk:
+        return _decision(verdict)
+    # what lies on the own disk of a worker may come sooner from peers
+    other = _search(open_case(request, snapshot, params, own_disk=False))
+    if other.choice[:4] >= verdict.choice[:4]:
+        return _decision(verdict)
+    made = _decision(other)
+    return made._replace(plan=made.plan._replace(own_disk=False))
+
+
+def _search(case: Case) -> _Verdict:
+    snapshot, params = case.snapshot, case.params
     choice, floor, stripes = _Choice(*case.redo[:5]), math.inf, None
     tried: list[Tried] = []
     priced: list[LoadPrice] = []
@@ -149,7 +177,12 @@ def decide(request: RequestView, snapshot: Snapshot, params: Params) -> Decision
             floor = min(floor, left)
         if params.priced_pairs:
             _price_more(case, tried, priced)
-    position = choice.position
+    return _Verdict(case, choice, stripes, tried, priced, floor)
+
+
+def _decision(verdict: _Verdict) -> Decision:
+    case, choice, stripes, tried, priced, floor = verdict
+    request, snapshot, params, position = case.request, case.snapshot, case.params, choice.position
     own, price = case.own_blocks(position), choice.price(case)
     if stripes is None:
         plan = build_plan(snapshot, params, case.held, price, choice.source, position, own)
@@ -227,76 +260,60 @@ def _price_more(case: Case, tried: list[Tried], priced: list[LoadPrice]) -> None
 
 
 def _best_stripes(case: Case, choice: _Choice, priced: list[LoadPrice]) -> tuple[_Choice, Stripes | None, float]:
-    """The better of a choice and loading from several holders, on the worker that is best without that and on the one
-    that is free first; appends what was priced, and returns the least score of what was not."""
-    columns, most = case.snapshot.columns, case.snapshot.features.stripes
-    reach = np.empty((2 * (most - 1), 3))
-    count, least = kernels().stripes_reach(
-        columns.table, case.work, case.kept, case.sheet, reach, choice.position, most
+    """The better of a choice and loading from several holders; appends what was priced, and returns the least score of
+    what was not."""
+    table, most = case.snapshot.columns.table, case.snapshot.features.stripes
+    found, pool = np.empty((MAX_REACHES, 3)), np.empty(POOL)
+    rows, number, left = kernels().stripes_reach(
+        table, case.work, case.kept, case.sheet, found, pool, choice.score, most
     )
-    best: Stripes | None = None
-    if least >= _worth(case, choice):  # mostly
-        return choice, best, least
-    floor = math.inf
-    for place, length, bound in reach[:count].tolist():
-        if bound >= _worth(case, choice):
-            floor = min(floor, bound)
-            continue
-        position, blocks = int(place), int(length)
-        others = [item for item in case.held if item.blocks >= blocks and item.position != position]
-        sources = [item for item in others if columns.holder.item(item.position)]
-        if len(sources) > MAX_HOLDERS:
-            sources = _least_busy(case, sources, choice.source)
-        found = _stripes_on(case, position, sources, case.pair(position, sources[0])._replace(held_blocks=blocks))
-        if found is None:
-            continue
-        price, first = found.price, found.ways[0].holding
-        priced.append(LoadPrice(position, first, price, len(found.ways)))
-        score = case.score_ns(position, price.ttft_ns, price.gpu_ns)
-        if score < _worth(case, choice):
-            requests, turn, cost = columns.requests.item(position), case.turn(position), _cost(price)
-            choice = _Choice(score, price.gpu_ns, requests, turn, position, first, price.kind, cost, found.byte_ns)
-            best = found
-    return choice, best, floor
-
-
-def _worth(case: Case, choice: _Choice) -> float:
-    """What a load from several holders must stay below to be taken."""
-    return choice.score - MIN_GAIN * choice.ttft_ns(case)
-
-
-def _least_busy(case: Case, sources: list[Holding], best: Holding | None) -> list[Holding]:
-    """The best single source and those whose way out is free first, `MAX_HOLDERS` in all."""
-    columns = case.snapshot.columns
-    positions = np.array([item.position for item in sources])
-    order = np.lexsort((columns.rank[positions], columns.out_free_ns[positions]))[:MAX_HOLDERS]
-    chosen = [sources[at] for at in order.tolist()]
-    return chosen if best is None or best in chosen or best not in sources else [best, *chosen[:-1]]
-
-
-def _stripes_on(case: Case, position: int, sources: list[Holding], pair: Pair) -> Stripes | None:
-    """The best plan over several of these holders on a worker."""
-    snapshot = case.snapshot
-    return best_stripes(
-        pair,
-        [_way(case, position, item) for item in sources],
-        snapshot.footprint,
-        case.params.costs,
-        split=snapshot.features.split,
-        most=snapshot.features.stripes,
-        together=snapshot.together.get(snapshot.workers[position].key, 1.0),
+    if not rows:  # mostly
+        return choice, None, left
+    found = found[:rows]
+    sources = [case.sources[int(at)] for at in pool[:number].tolist()]
+    sources.sort(key=lambda item: case.snapshot.columns.rank.item(item.position))
+    ways, alphas, bytes_ns, shares = _ways(case, sources, found)
+    chosen = np.empty(most)
+    score, gpu_ns, requests, turn, at, best, others = kernels().best_stripes(
+        table, case.work, case.kept, case.sheet, found, ways, alphas, bytes_ns, shares, chosen, choice.score
     )
+    left = min(left, others)
+    if at < 0:
+        return choice, None, left
+    _, _, count, splits, load, split, start_ns, byte_ns = best
+    position, places = int(found[at, 0]), [int(place) for place in chosen[:count].tolist()]
+    price = Price(_SPLIT, *split) if splits else Price(_LOAD, *load)
+    priced.append(LoadPrice(position, sources[places[0]], price, count))
+    if score >= choice.score:  # as cheap over one holder
+        return choice, None, left
+    used = [
+        Way(
+            sources[place],
+            case.backlog_ns(position, sources[place]) + alphas.item(place, at),
+            bytes_ns.item(place, at),
+        )
+        for place in places
+    ]
+    stripes = share_out(price, used, case.own_blocks(position), case.snapshot.footprint, start_ns, byte_ns)
+    first = stripes.ways[0].holding
+    kept = split if splits else load
+    return _Choice(score, gpu_ns, requests, turn, position, first, price.kind, kept, byte_ns), stripes, left
 
 
-def _way(case: Case, position: int, source: Holding) -> Way:
-    snapshot, now_ns = case.snapshot, case.snapshot.now_ns
-    key = snapshot.workers[source.position].key
-    link = snapshot.links.curve(key.worker_id, snapshot.workers[position].key.worker_id, source.tier, now_ns)
-    start_ns = case.backlog_ns(position, source) + link.alpha_ns
-    rank = snapshot.columns.rank.item(source.position)
-    return Way(source, start_ns, link.byte_ns, snapshot.failures.probability(key, now_ns), rank)
-
-
-def _cost(price: Price) -> LoadCost | SplitCost:
-    common = (price.ttft_ns, price.happy_ns, price.gpu_ns, price.boundary, price.load_ns)
-    return common if price.front_tokens is None else (*common, price.front_tokens)
+def _ways(case: Case, sources: list[Holding], found: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+    """The holders, and their links to the workers of the rows, as `router.kernel_stripes.best_stripes` reads them."""
+    snapshot, readers = case.snapshot, found[:, 0].astype(np.int64)
+    now_ns, columns = snapshot.now_ns, snapshot.columns
+    ways = np.empty((len(sources), 4))
+    alphas, bytes_ns = np.empty((len(sources), len(found))), np.empty((len(sources), len(found)))
+    for place, source in enumerate(sources):
+        key = snapshot.workers[source.position].key
+        row = snapshot.links.row(key.worker_id, source.tier, now_ns)
+        alphas[place], bytes_ns[place] = row[:, readers]
+        busy_ns = max(0.0, columns.out_free_ns.item(source.position) - now_ns)
+        failure = snapshot.failures.probability(key, now_ns)
+        ways[place] = source.blocks, busy_ns, failure, columns.rank.item(source.position)
+    shares = np.ones(len(found))
+    if snapshot.together:
+        shares[:] = [snapshot.together.get(snapshot.workers[at].key, 1.0) for at in readers.tolist()]
+    return ways, alphas, bytes_ns, shares

@@ -1,8 +1,9 @@
 """What blocks on a worker's own disk cost it.  (pure)
 
-They count as its own, and the worker reads them as soon as the request is there, whatever the plan says. So they delay
-the GPU until they are read, or, where the worker computes them instead, by what that takes: never by more than having
-nothing on disk. Raising the wait for the GPU says both (`router.kernel.score_redo`), and every bound holds with it.
+They count as its own, and the worker reads them as soon as the request is there. So they delay the GPU until they are
+read, or, where the worker computes them instead, by what that takes: never by more than having nothing on disk. Raising
+the wait for the GPU says both (`router.kernel.score_redo`), and every bound holds with it. A second search prices what
+is best when all leave their disks alone, since a peer may send the same sooner (`router.decide`).
 """
 
 from __future__ import annotations

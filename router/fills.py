@@ -3,7 +3,8 @@
 A worker with a device tier says how fast it fills what the tier lacks. It does that for its own hits before the step,
 so they delay the GPU behind whatever it waits for; a hit in the tier is free. Never priced dearer than computing those
 blocks: holding a prefix makes no worker worse. Raising the wait says it (`router.kernel.score_redo`), and every bound
-holds, as with `router.disks`. Workers without a device tier say nothing, and nothing is priced.
+holds, as with `router.disks`. What peers send lies in host memory as well, and is priced with the load
+(`router.prices`). Workers without a device tier say nothing, and nothing is priced.
 """
 
 from __future__ import annotations

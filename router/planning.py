@@ -20,7 +20,9 @@ _REDO = PlanKind.REDO  # looking a member up takes longer than comparing with it
 class Harm:
     """What a plan costs others, beside its own time: with g ns of prefill, and e blocks that must leave the cache,
 
-        g' · (base + follow · rate · wait + beside · requests + shared) + keep · e · redo · pressure,  g' = min(g, cap).
+        g' · (base + follow · rate · wait + beside · requests + shared) + keep · e · redo · pressure,  g' = min(g, cap),
+
+    and ``several`` of its own time for each holder of a load beyond the first: more holders, more that can fail.
 
     Whoever arrives at the worker before its queue has drained waits g longer; their number is the worker's recent
     arrival rate times the wait. So while nobody waits only ``base`` counts, and a queue makes long prefills gather on
@@ -40,6 +42,7 @@ class Harm:
         cap_ns: prefill time beyond which a request is not made to yield any further.
         beside: weight of each request in flight on the worker.
         keep: weight of what must leave the cache.
+        several: what each further holder of a load counts, as a share of the time to the first token.
         share: part of the mean crowd of all workers that counts on each; ``share_limit`` bounds it.
     """
 
@@ -50,9 +53,10 @@ class Harm:
     share_limit: float = 3.0
     beside: float = 0.0
     keep: float = 0.0
+    several: float = 0.0
 
 
-DEFAULT_HARM = Harm(follow=6.0, cap_ns=4e9, beside=0.03, keep=1.0, share=0.3)
+DEFAULT_HARM = Harm(follow=6.0, cap_ns=4e9, beside=0.03, keep=1.0, share=0.3, several=0.05)
 """Found by replaying parts of the conversation trace on two models, from light load to overload."""
 
 

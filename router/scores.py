@@ -24,6 +24,7 @@ from router.kernel import (
     DEVICE,
     DISK,
     FILL,
+    FILL_BLOCK,
     HOST,
     KEEP,
     KEPT_ROWS,
@@ -48,6 +49,7 @@ class Case:
 
     Attributes:
         held: what others may read of the prompt, by holder.
+        on_disk: prefixes that end on disks and count as their own workers'.
         sources: ``held``, and prefixes on disks, longest first, as in ``sheet``.
         work, kept, sheet: see `router.kernel.score_redo`.
         redo: what that returned: the least score; prefill time, requests, turn and position of its worker; the source
@@ -58,6 +60,7 @@ class Case:
     snapshot: Snapshot
     params: Params
     held: list[Holding]
+    on_disk: list[Holding]
     sources: list[Holding]
     work: Floats
     kept: Floats
@@ -101,6 +104,7 @@ class Case:
             snapshot.links.curve(key.worker_id, snapshot.workers[position].key.worker_id, source.tier, now_ns),
             snapshot.failures.probability(key, now_ns),
             snapshot.columns.curve(position),
+            self.work.item(FILL_BLOCK, position),
         )
 
     def turn(self, position: int) -> int:
@@ -109,12 +113,15 @@ class Case:
         return (rank - _ticket(self.request)) % len(self.snapshot.workers)
 
 
-def open_case(request: RequestView, snapshot: Snapshot, params: Params, *, own_memory: bool = True) -> Case:
+def open_case(
+    request: RequestView, snapshot: Snapshot, params: Params, *, own_memory: bool = True, own_disk: bool = True
+) -> Case:
     """Price redo everywhere.
 
     Args:
         request, snapshot, params: what is decided.
         own_memory: count what reading their own disks and filling their device tiers costs workers.
+        own_disk: workers read their own disks.
 
     Raises:
         UnavailableError: no worker can take the request.
@@ -127,12 +134,17 @@ def open_case(request: RequestView, snapshot: Snapshot, params: Params, *, own_m
         if closed is not None:
             work[FILL, closed] = math.inf
     if own_memory and snapshot.fills:
+        for key, byte_ns in snapshot.fills.items():
+            reader = snapshot.positions.get(key)
+            if reader is not None:
+                work[FILL_BLOCK, reader] = snapshot.footprint.block_bytes * byte_ns
         for position, fill_ns in fill_times(request, snapshot):
             work[FILL, position] += fill_ns
     sources = held
     on_disk = [item for item in held if item[2] is _DISK]
     if on_disk:
         held = readable(held, request, snapshot)
+        on_disk = on_disk if own_disk else []
         sources = held + on_disk
         for position, read_ns, redo_ns in disk_reads(on_disk, snapshot) if own_memory else ():
             work[READ, position], work[READ_REDO, position] = read_ns, redo_ns
@@ -142,7 +154,7 @@ def open_case(request: RequestView, snapshot: Snapshot, params: Params, *, own_m
     redo = kernels().score_redo(snapshot.columns.table, work, kept, sheet)
     if redo[0] == math.inf:
         raise nobody(request, snapshot)
-    return Case(request, snapshot, params, held, sources, work, kept, sheet, redo)
+    return Case(request, snapshot, params, held, on_disk, sources, work, kept, sheet, redo)
 
 
 def nobody(request: RequestView, snapshot: Snapshot) -> UnavailableError:
@@ -187,6 +199,7 @@ def _sheet(request: RequestView, snapshot: Snapshot, params: Params, sources: li
         fastest.t0_ns,
         fastest.token_ns,
         fastest.pair_ns,
+        harm.several,
         device.alpha_ns,
         device.byte_ns,
         host.alpha_ns,

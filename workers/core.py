@@ -207,9 +207,9 @@ class WorkerCore:
         self._loop.admit(sequence, sink)
 
     def _with_disk(self, plan: Plan, chain: list[BlockHash]) -> Plan:
-        """The plan, with what lies on the own disk behind what lies in memory."""
+        """The plan, with what lies on the own disk behind what lies in memory, unless peers bring that sooner."""
         disk = self._parts.disk
-        if disk is None:
+        if disk is None or (plan.loads and not plan.own_disk):
             return plan
         start = len(self.segment.match(chain))
         blocks = disk.run(chain, start)

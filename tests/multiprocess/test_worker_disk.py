@@ -160,6 +160,23 @@ def test_a_plan_may_take_the_front_from_disk_and_the_rest_from_a_peer(pool: Pool
     assert core.counters()["bytes_loaded"] == 11 * core.segment.config.block_bytes
 
 
+def test_a_plan_may_leave_the_own_disk_alone(pool: Pool, tmp_path: Path) -> None:
+    core, peer = pool.add(num_blocks=14, disk=Disks(tmp_path, pool).open()), pool.add()
+    prompt = pool.prompt(30)
+    first = pool.run(core, ask("first", prompt))
+    pool.run(peer, ask("peer", prompt))
+    flood(pool, core)
+    got = pool.run(core, ask("loaded", prompt), load_plan(pool.slice(1, 0, 7))._replace(own_disk=False))
+    assert got.tokens == first.tokens
+    assert got.stats is not None
+    assert got.stats.tokens_loaded == 28
+    assert core.status()["disk"]["read"] == 0
+    flood(pool, core)
+    alone = pool.run(core, ask("alone", prompt), REDO._replace(own_disk=False))  # there is nobody else to ask
+    assert alone.tokens == first.tokens
+    assert core.status()["disk"]["read"] == 7
+
+
 def test_what_a_peer_asks_for_in_vain_is_promoted_for_the_next_one(pool: Pool, tmp_path: Path) -> None:
     core, first, second = pool.add(num_blocks=16, disk=Disks(tmp_path, pool).open()), pool.add(), pool.add()
     prompt = pool.prompt(30)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from random import Random
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -13,59 +13,18 @@ from hypothesis import strategies as st
 
 from kvpool.plan import PlanKind
 from kvpool.types import Tier
-from router import cost, kernel
+from router import cost, kernel, kernel_stripes
 from router.compiled import kernels
-from router.cost import Costs
-from router.decide import Decision, decide
+from router.cost import Costs, Pair
+from router.decide import Decision, _ways, decide
 from router.estimators import LinkCurve, PrefillCurve
 from router.planning import Harm, Params
 from router.scores import open_case
-from router.signals import Features, Footprint, Snapshot, holdings, readable
-from router.striping import MIN_GAIN
-from tests.unit.router_kit import CURVE, FOOTPRINT, FixedFailures, Worker, key, request, snapshot
+from router.signals import Features, Holding, Snapshot, holdings, readable
+from tests.property.decide_kit import PLAIN, World, clusters, features, harms, links, rates, worlds
+from tests.unit.router_kit import FOOTPRINT, FixedFailures, Worker, key, request, snapshot
 
 SETTINGS = settings(max_examples=150, deadline=None)
-times = st.floats(0.0, 1e11)
-curves = st.builds(PrefillCurve, t0_ns=st.floats(0, 1e9), token_ns=st.floats(1.0, 1e7), pair_ns=st.floats(0.0, 1e4))
-links = st.one_of(
-    st.builds(LinkCurve, alpha_ns=st.floats(0, 1e9), byte_ns=st.floats(0.0, 1e4)),
-    st.builds(LinkCurve, alpha_ns=st.floats(0, 1e6), byte_ns=st.floats(0.0, 1.0)),
-)
-
-
-@st.composite
-def clusters(draw: st.DrawFn, least: int = 1) -> list[Worker]:
-    size = draw(st.integers(least, 6))
-    return [
-        Worker(
-            number=number,
-            blocks=draw(st.sampled_from([0, 0, 1, 40, 99, 150])),
-            wait_ns=draw(st.one_of(st.just(0.0), times, st.none())),
-            in_ns=draw(st.one_of(st.just(0.0), times)),
-            out_ns=draw(st.one_of(st.just(0.0), times)),
-            requests=draw(st.integers(0, 3)),
-            curve=draw(curves),
-            tier=draw(st.sampled_from(Tier)),
-            in_memory=draw(st.sampled_from([0, 0, 1, 40])),
-            in_device=draw(st.sampled_from([0, 1, 40])),
-            fill_byte_ns=draw(st.sampled_from([None, None, 0.0, 0.2, 1e3])),
-        )
-        for number in range(size)
-    ]
-
-
-features = st.builds(Features, split=st.booleans())
-rates = st.floats(0.0, 0.9)
-harms = st.builds(
-    Harm,
-    base=st.floats(0.0, 3.0),
-    follow=st.floats(0.0, 3.0),
-    cap_ns=st.floats(1.0, 1e11),
-    share=st.floats(0.0, 1.0),
-    beside=st.floats(0.0, 1.0),
-    keep=st.sampled_from([0.0, 0.5, 3.0]),
-)
-PLAIN = Params(harm=Harm())
 
 
 def six(least: float, most: float) -> st.SearchStrategy[list[float]]:
@@ -98,34 +57,6 @@ def test_prices_are_finite_and_never_negative(
         assert piece.holder != made.worker
     assert made.plan.load_deadline_ns >= 0
     assert (made.plan.kind is PlanKind.REDO) == (not made.plan.loads)
-
-
-@SETTINGS
-@given(clusters(2), links, rates, features, st.floats(1.0, 100.0))
-def test_a_faster_link_never_turns_a_load_into_a_redo(
-    workers: list[Worker], link: LinkCurve, rate: float, able: Features, factor: float
-) -> None:
-    before = price(workers, link, rate, able)
-    if before.plan.kind is PlanKind.REDO:
-        return
-    faster = LinkCurve(link.alpha_ns / factor, link.byte_ns / factor)
-    after = price(workers, faster, rate, able)
-    assert after.price_ns <= before.price_ns
-    if after.plan.kind is PlanKind.REDO and not _reads_own_disk(workers, after):  # only when equal to the nanosecond
-        assert after.price_ns == before.price_ns
-
-
-@SETTINGS
-@given(clusters(2), links, rates, features, st.integers(0, 5), st.integers(1, 150))
-def test_adding_a_holder_never_raises_the_price_and_removing_one_never_lowers_it(
-    workers: list[Worker], link: LinkCurve, rate: float, able: Features, who: int, blocks: int
-) -> None:
-    who %= len(workers)
-    # what a worker reads from its own disk or fills into its device tier might come sooner over a free link
-    workers = [replace(worker, fill_byte_ns=None, tier=Tier(min(worker.tier, Tier.HOST))) for worker in workers]
-    without = [replace(worker, blocks=0) if i == who else worker for i, worker in enumerate(workers)]
-    extended = [replace(worker, blocks=blocks) if i == who else worker for i, worker in enumerate(workers)]
-    assert price(extended, link, rate, able).price_ns <= price(without, link, rate, able).price_ns
 
 
 @SETTINGS
@@ -163,89 +94,6 @@ def test_scaling_all_times_scales_the_price(
     )
     expected = decide(request(), base, PLAIN).price_ns * factor
     assert decide(request(), other, stretched).price_ns == pytest.approx(expected, rel=1e-6, abs=2 * max(1.0, factor))
-
-
-@SETTINGS
-@given(clusters(2), links, rates, features, st.randoms(use_true_random=False))
-def test_the_choice_does_not_depend_on_the_order_of_candidates(
-    workers: list[Worker], link: LinkCurve, rate: float, able: Features, rng: Random
-) -> None:
-    shuffled = list(workers)
-    rng.shuffle(shuffled)
-    first, second = price(workers, link, rate, able), price(shuffled, link, rate, able)
-    assert first.worker == second.worker
-    assert first.plan == second.plan
-    assert first.price_ns == second.price_ns
-
-
-@st.composite
-def striped(draw: st.DrawFn) -> list[Worker]:
-    """Busy holders of much of the prompt, and workers that are free: loads from several holders pay."""
-    size = draw(st.integers(3, 7))
-    holders = draw(st.integers(2, size - 1))
-    busy, free = st.sampled_from([0.2e9, 0.2e9, 0.3e9]), st.sampled_from([0.0, 0.0, 1e7])
-    return [
-        Worker(
-            number=number,
-            blocks=draw(st.sampled_from([60, 90, 95, 99, 99]) if number < holders else st.sampled_from([0, 0, 20])),
-            wait_ns=draw(busy if number < holders else free),
-            in_ns=draw(st.sampled_from([0.0, 0.0, 2e7])),
-            out_ns=draw(st.sampled_from([0.0, 0.0, 2e7])),
-            tier=draw(st.sampled_from([Tier.DEVICE, Tier.HOST])),
-        )
-        for number in range(size)
-    ]
-
-
-SEVERAL = st.builds(Features, split=st.booleans(), stripes=st.sampled_from([2, 4]))
-ALLOWED = (1.0 - MIN_GAIN) ** -3
-"""What a plan over fewer holders may cost against one over four."""
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    striped(),
-    st.sampled_from([0.5, 1.0, 2.0, 8.0]),
-    st.lists(st.sampled_from([0.0, 0.01, 0.01, 0.3, 0.8]), min_size=7, max_size=7),
-    SEVERAL,
-    st.sampled_from([Params(), PLAIN]),
-    st.randoms(use_true_random=False),
-)
-def test_loads_from_several_holders_do_not_depend_on_the_order_of_candidates(
-    workers: list[Worker], byte_ns: float, rates: list[float], able: Features, params: Params, rng: Random
-) -> None:
-    failures = FixedFailures(0.0, {key(number): rate for number, rate in enumerate(rates)})
-    shuffled = list(workers)
-    rng.shuffle(shuffled)
-    shots = [
-        snapshot(each, links=LinkCurve(1e6, byte_ns), failures=failures, features=able) for each in (workers, shuffled)
-    ]
-    first, second = (decide(request(), shot, params) for shot in shots)
-    assert (first.worker, first.plan, first.price_ns) == (second.worker, second.plan, second.price_ns)
-
-
-@settings(max_examples=300, deadline=None)
-@given(striped(), st.sampled_from([0.5, 1.0, 2.0, 8.0]), SEVERAL, st.sampled_from([1.1, 2.0, 10.0]))
-def test_a_faster_link_never_ends_a_load_from_several_holders_in_a_redo(
-    workers: list[Worker], byte_ns: float, able: Features, factor: float
-) -> None:
-    before = price(workers, LinkCurve(1e6, byte_ns), 0.01, able)
-    after = price(workers, LinkCurve(1e6 / factor, byte_ns / factor), 0.01, able)
-    assert after.price_ns <= before.price_ns * ALLOWED
-    assert not before.plan.loads or after.plan.loads or after.price_ns == before.price_ns
-
-
-@settings(max_examples=300, deadline=None)
-@given(striped(), st.sampled_from([0.5, 1.0, 2.0, 8.0]), SEVERAL, st.integers(0, 6), st.sampled_from([50, 95, 99]))
-def test_a_further_holder_never_ends_a_load_from_several_for_a_dearer_one(
-    workers: list[Worker], byte_ns: float, able: Features, who: int, blocks: int
-) -> None:
-    who %= len(workers)
-    idle = [replace(worker, in_ns=0.0, out_ns=0.0) for worker in workers]  # of two readers one may be free too late
-    without = [replace(worker, blocks=0) if i == who else worker for i, worker in enumerate(idle)]
-    extended = [replace(worker, blocks=blocks) if i == who else worker for i, worker in enumerate(idle)]
-    link = LinkCurve(1e6, byte_ns)
-    assert price(extended, link, 0.01, able).price_ns <= price(without, link, 0.01, able).price_ns * ALLOWED
 
 
 @SETTINGS
@@ -289,64 +137,56 @@ def test_bounds_lose_no_optimum(
     _check_optimum(harmed(workers, link, rate, able, arrivals, empty, pressure), harm)
 
 
-@st.composite
-def equals(draw: st.DrawFn) -> list[Worker]:
-    """Workers between which and whose plans it is a near thing."""
-    return [
-        Worker(
-            number=number,
-            blocks=draw(st.sampled_from([0, 0, 5, 20, 90, 95, 99])),
-            wait_ns=draw(st.sampled_from([0.0, 0.0, 3e7, 9e7])),
-            in_ns=draw(st.sampled_from([0.0, 2e7])),
-            out_ns=draw(st.sampled_from([0.0, 0.0, 2e7, 5e7])),
-            curve=replace(CURVE, token_ns=CURVE.token_ns * draw(st.sampled_from([0.8, 1.0, 1.0, 1.3]))),
-        )
-        for number in range(draw(st.integers(3, 6)))
-    ]
-
-
 @settings(max_examples=400, deadline=None)
-@given(equals(), st.data(), features, st.sampled_from([0.0, 0.01, 0.3]), six(0.0, 3e-8))
+@given(worlds(), harms, six(0.0, 3e-8), st.one_of(st.none(), six(0.2, 1.0)))
 def test_no_optimum_is_lost_where_it_is_a_near_thing(
-    workers: list[Worker], data: st.DataObject, able: Features, rate: float, arrivals: list[float]
+    world: World, harm: Harm, arrivals: list[float], shares: list[float] | None
 ) -> None:
-    speeds = st.builds(LinkCurve, alpha_ns=st.just(1e6), byte_ns=st.floats(0.5, 8.0))
-    names = [key(worker.number).worker_id for worker in workers]
-    pairs = {(a, b): data.draw(speeds) for a in names[:2] for b in names if a != b}
-    shot = snapshot(workers, links=data.draw(speeds), pairs=pairs, failures=FixedFailures(rate), features=able)
-    shot.columns.arrivals[:] = arrivals[: len(workers)]
-    _check_optimum(shot._replace(arrival_scale=1.0), Harm(base=0.2, follow=6.0))
+    shot = world.shot()
+    shot.columns.arrivals[:] = (arrivals * 2)[: len(shot.columns)]
+    if shares is not None:
+        shot = shot._replace(together={view.key: share for view, share in zip(shot.workers, shares, strict=False)})
+    _check_optimum(shot._replace(arrival_scale=1.0), harm)
 
 
 def _check_optimum(shot: Snapshot, harm: Harm) -> None:
     made = decide(request(), shot, Params(harm=harm))
-    scores = _every_score(shot, harm)
-    least = min(scores.values())
-    assert _score(shot, harm, made.position, made.price_ns, made.promise.gpu_ns) == pytest.approx(
-        least, rel=1e-9, abs=2.0
+    found = {own_disk: _every_score(shot, harm, own_disk) for own_disk in (True, False)}
+    assert _score_of(made, shot, harm) == pytest.approx(
+        min(min(scores.values()) for scores in found.values()), rel=1e-9, abs=2.0
     )
-    shown = {(item.position, item.source.position, item.price.kind) for item in made.loads}
+    shown = {(item.position, item.source.position, item.price.kind) for item in made.loads if item.holders == 1}
+    scores = found[made.plan.own_disk]
     floor = min((score for what, score in scores.items() if what not in shown and what[1] is not None), default=None)
-    if made.load_floor_ns is not None and floor is not None:
+    if made.load_floor_ns is not None and floor is not None and not any(item.holders > 1 for item in made.loads):
         assert made.load_floor_ns <= floor * (1 + 1e-9) + 2.0
 
 
-def _reads_own_disk(workers: list[Worker], made: Decision) -> bool:
-    return workers[made.position].tier is Tier.DISK and made.own_blocks > 0
+def _score_of(made: Decision, shot: Snapshot, harm: Harm) -> float:
+    """What was decided, by the formula; of a load from several holders as many count as were priced."""
+    counts = [
+        item.holders
+        for item in made.loads
+        if item.position == made.position and round(item.price.ttft_ns) == made.price_ns
+    ]
+    count = min(counts) if made.plan.loads else 1
+    mine = made.own_blocks
+    return _score(shot, harm, made.position, made.price_ns, made.promise.gpu_ns, mine, count)
 
 
-def _waits(shot: Snapshot) -> list[float]:
-    """The wait of every worker, what lies on its disk and is filled into its device tier included."""
-    columns, waits = shot.columns, []
+def _waits(shot: Snapshot, own_disk: bool) -> tuple[list[float], list[float]]:
+    """The queue of every worker; and its wait, what lies on its disk and is filled into its device tier included."""
+    columns, queues, waits = shot.columns, [], []
     for i, view in enumerate(shot.workers):
         wait = max(float(columns.gpu_free_ns[i]) - shot.now_ns, float(columns.closed_ns[i]))
         if columns.reported_ns[i] < shot.now_ns - Costs().stale_report_ns:
             wait += Costs().unknown_wait_ns
+        queues.append(wait)
         tiers = {tier: min(blocks, 99) for tier, blocks in shot.prefixes.get(view.key, {}).items()}
         memory = max((blocks for tier, blocks in tiers.items() if tier is not Tier.DISK), default=0)
         on_disk = tiers.get(Tier.DISK, 0) - memory
         curve = columns.curve(i)
-        if on_disk > 0:
+        if on_disk > 0 and own_disk:
             link = shot.links.curve(view.key.worker_id, view.key.worker_id, Tier.DISK, shot.now_ns)
             redo = curve.time_ns(16 * on_disk, 16 * memory) - curve.t0_ns
             wait = max(wait, min(link.time_ns(on_disk * FOOTPRINT.block_bytes), wait + redo))
@@ -356,57 +196,83 @@ def _waits(shot: Snapshot) -> list[float]:
             redo = curve.time_ns(16 * filled, 16 * device) - curve.t0_ns
             wait += min(filled * FOOTPRINT.block_bytes * byte_ns, redo)
         waits.append(wait)
-    return waits
+    return queues, waits
 
 
-def _score(shot: Snapshot, harm: Harm, position: int, ttft_ns: float, gpu_ns: float) -> float:
+def _score(
+    shot: Snapshot, harm: Harm, position: int, ttft_ns: float, gpu_ns: float, own: int, holders: int = 1
+) -> float:
     """The formula of `router.planning.Harm`, word by word."""
-    columns, waits = shot.columns, _waits(shot)
-    follow = [float(columns.arrivals[i]) * shot.arrival_scale * harm.follow * wait for i, wait in enumerate(waits)]
+    columns, (queues, _) = shot.columns, _waits(shot, own_disk=True)
+    follow = [float(columns.arrivals[i]) * shot.arrival_scale * harm.follow * queue for i, queue in enumerate(queues)]
     shared = min(harm.share_limit, harm.share * sum(follow) / len(follow))
     crowd = harm.base + follow[position] + harm.beside * float(columns.requests[position]) + shared
-    own = next((item.blocks for item in holdings(request(), shot) if item.position == position), 0)
     leaving = max(0.0, 100 - float(columns.empty_blocks[position]) - own)
     redo = 16 * float(columns.token_ns.min())
     keep = harm.keep * leaving * redo * float(columns.pressure[position])
-    return ttft_ns + min(gpu_ns, harm.cap_ns) * crowd + keep
+    return ttft_ns * (1.0 + harm.several * (holders - 1)) + min(gpu_ns, harm.cap_ns) * crowd + keep
 
 
-def _every_score(shot: Snapshot, harm: Harm) -> dict[tuple[int, int | None, PlanKind], float]:
-    """Scores of all plans over all pairs, by worker, holder and kind, without any bound."""
-    columns, tokens = shot.columns, 1600
-    waits = _waits(shot)
-    held = holdings(request(tokens), shot)
-    own = {item.position: item.blocks for item in held}
-    found: dict[tuple[int, int | None, PlanKind], float] = {}
+_Scores = dict[tuple[int, int | tuple[int, ...] | None, PlanKind], float]
+
+
+def _every_score(shot: Snapshot, harm: Harm, own_disk: bool) -> _Scores:
+    """Scores of all plans over all pairs, and sets of holders, by worker, holders and kind, without any bound."""
+    columns, found = shot.columns, _Scores()
+    _, waits = _waits(shot, own_disk)
+    held = holdings(request(), shot)
+    memory = readable(held, request(), shot)
+    own = {item.position: item.blocks for item in (held if own_disk else memory)}
     for i in range(len(columns)):
         curve, mine = columns.curve(i), own.get(i, 0)
-        redo = curve.time_ns(tokens - 16 * mine, 16 * mine)
-        found[i, None, PlanKind.REDO] = _score(shot, harm, i, waits[i] + redo, redo)
-        for item in readable(held, request(tokens), shot):
-            row = shot.links.row(shot.workers[item.position].key.worker_id, item.tier, shot.now_ns)
-            backlog = max(columns.out_free_ns[item.position], columns.in_free_ns[i]) - shot.now_ns
-            link = LinkCurve(float(row[0, i]), float(row[1, i]))
-            failure = shot.failures.probability(key(0), shot.now_ns)
-            pair = cost.make_pair(
-                waits[i],
-                redo,
-                mine,
-                item.blocks,
-                tokens,
-                shot.footprint,
-                max(0.0, float(backlog)),
-                link,
-                failure,
-                curve,
-            )
-            plans = [cost.price_load(pair, Costs())]
-            if shot.features.split:
-                plans.append(cost.price_split(pair))
-            for plan in plans:
+        redo = curve.time_ns(1600 - 16 * mine, 16 * mine)
+        found[i, None, PlanKind.REDO] = _score(shot, harm, i, waits[i] + redo, redo, mine)
+        fill = shot.footprint.block_bytes * shot.fills.get(shot.workers[i].key, 0.0)
+        bare = cost.make_pair(waits[i], redo, mine, 0, 1600, shot.footprint, 0.0, LinkCurve(0.0, 0.0), 0.0, curve, fill)
+        others = [item for item in memory if item.position != i and columns.holder[item.position]]
+        for item in others:
+            pair, _ = _together(shot, bare, i, (item,))
+            for plan in (cost.price_load(pair, Costs()), cost.price_split(pair) if shot.features.split else None):
                 if plan is not None:
-                    found[i, item.position, plan.kind] = _score(shot, harm, i, plan.ttft_ns, plan.gpu_ns)
+                    score = _score(shot, harm, i, plan.ttft_ns, plan.gpu_ns, mine)
+                    found[i, item.position, plan.kind] = score
+        for count in range(2, shot.features.stripes + 1):
+            for chosen in combinations(others, count):
+                pair, latest_ns = _together(shot, bare, i, chosen)
+                for plan in (
+                    cost.price_whole_load(pair, Costs()),
+                    cost.price_split(pair) if shot.features.split else None,
+                ):
+                    if plan is None or latest_ns >= plan.load_ns:
+                        continue
+                    if 16 * (plan.boundary - mine) - (plan.front_tokens or 0) < 16 * 8 * count:
+                        continue
+                    score = _score(shot, harm, i, plan.ttft_ns, plan.gpu_ns, mine, count)
+                    found[i, tuple(item.position for item in chosen), plan.kind] = score
     return found
+
+
+def _together(shot: Snapshot, bare: Pair, i: int, chosen: tuple[Holding, ...]) -> tuple[Pair, float]:
+    """The link that these holders are together, as a pair, and when the last of them can start."""
+    columns, share = shot.columns, shot.together.get(shot.workers[i].key, 1.0) if len(chosen) > 1 else 1.0
+    starts, rates, survives = [], [], 1.0
+    for item in chosen:
+        key = shot.workers[item.position].key
+        link = shot.links.curve(key.worker_id, shot.workers[i].key.worker_id, item.tier, shot.now_ns)
+        backlog = max(0.0, columns.out_free_ns[item.position] - shot.now_ns, columns.in_free_ns[i] - shot.now_ns)
+        starts.append(float(backlog) + link.alpha_ns)
+        rates.append(share / max(link.byte_ns, 1e-12))
+        survives *= 1.0 - shot.failures.probability(key, shot.now_ns)
+    rate = sum(rates)
+    start_ns = sum(a * b for a, b in zip(starts, rates, strict=True)) / rate + shot.footprint.fixed_bytes / rate
+    blocks = min(item.blocks for item in chosen)
+    pair = bare._replace(
+        held_blocks=blocks,
+        start_ns=start_ns,
+        block_ns=shot.footprint.block_bytes / rate,
+        failure=1.0 - survives,
+    )
+    return pair, max(starts)
 
 
 @SETTINGS
@@ -441,18 +307,29 @@ def test_compiled_code_says_what_its_source_says(
 
 
 @SETTINGS
+@given(worlds(), harms)
+def test_the_compiled_search_for_several_holders_says_what_its_source_says(world: World, harm: Harm) -> None:
+    shot = world.shot()
+    case, most, table = open_case(request(), shot, Params(harm=harm)), 4, shot.columns.table
+    sides = []
+    for reach, best in (
+        (kernel_stripes.stripes_reach, kernel_stripes.best_stripes),
+        (kernels().stripes_reach, kernels().best_stripes),
+    ):
+        found, pool, chosen = np.zeros((16, 3)), np.zeros(4), np.zeros(most)
+        with np.errstate(all="ignore"):
+            rows, number, left = reach(table, case.work, case.kept, case.sheet, found, pool, math.inf, most)
+            sources = [case.sources[int(at)] for at in pool[:number].tolist()]
+            ways = _ways(case, sources, found[:rows])
+            said = best(table, case.work, case.kept, case.sheet, found[:rows], *ways, chosen, math.inf)
+        sides.append((rows, number, left, said, found.tolist(), pool.tolist(), chosen.tolist()))
+    assert sides[0] == sides[1]
+
+
+@SETTINGS
 @given(clusters(2), links, features)
 def test_deciding_changes_none_of_its_inputs(workers: list[Worker], link: LinkCurve, able: Features) -> None:
     shot = snapshot(workers, links=link, features=able)
     before = shot.columns.table.copy()
     decide(request(exclude=frozenset({key(99)})), shot, Params())
     assert (before == shot.columns.table).all()
-
-
-@SETTINGS
-@given(clusters(2), links, rates, st.integers(0, 10**9))
-def test_fixed_bytes_never_make_a_plan_cheaper(workers: list[Worker], link: LinkCurve, rate: float, extra: int) -> None:
-    heavier = Footprint(FOOTPRINT.block_tokens, FOOTPRINT.block_bytes, extra)
-    plain = snapshot(workers, links=link, failures=FixedFailures(rate))
-    loaded = snapshot(workers, links=link, failures=FixedFailures(rate), footprint=heavier)
-    assert decide(request(), loaded, PLAIN).price_ns >= decide(request(), plain, PLAIN).price_ns

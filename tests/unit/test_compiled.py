@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import os
 import subprocess
 import sys
@@ -41,23 +40,42 @@ def test_no_call_compiles_later() -> None:
 def test_arrays_that_do_not_fit_are_refused() -> None:
     table, work, kept = (np.zeros((rows, 3)) for rows in (kernel.TABLE_ROWS, kernel.WORK_ROWS, kernel.KEPT_ROWS))
     sheet = np.zeros(kernel.TERMS + kernel.HELD_COLUMNS)
-    score_redo, best_load, stripes_reach = compiled.kernels()
+    score_redo, best_load, stripes_reach, best_stripes = compiled.kernels()
     for wrong in (np.zeros((kernel.KEPT_ROWS, 2)), np.zeros((kernel.KEPT_ROWS, 4))):
         with pytest.raises(AssertionError):
             score_redo(table, work, wrong, sheet)
+        with pytest.raises(AssertionError):
+            stripes_reach(table, work, wrong, sheet, np.zeros((5, 3)), np.zeros(4), 1.0, 4)
     sheet[kernel.TERMS] = 3.0
     with pytest.raises(AssertionError):
         score_redo(table, work, kept, sheet)
     for row, at in ((np.zeros((2, 2)), 0), (np.zeros((2, 3)), 1), (np.zeros((2, 3)), -1)):
         with pytest.raises(AssertionError):
             best_load(table, work, kept, sheet, row, at, 0.0, 1.0)
+    found, ways, links, wide = np.zeros((2, 3)), np.zeros((5, 4)), np.zeros((5, 2)), np.zeros((5, 3))
+    for alphas, bytes_ns, shares in (
+        (wide, links, np.ones(2)),
+        (links, wide, np.ones(2)),
+        (links, links, np.ones(3)),
+        (links[:4].copy(), links, np.ones(2)),
+    ):
+        with pytest.raises(AssertionError):
+            best_stripes(table, work, kept, sheet, found, ways, alphas, bytes_ns, shares, np.zeros(4), 1.0)
+    found[:, 0] = 3.0
     with pytest.raises(AssertionError):
-        stripes_reach(table, work, kept, sheet, np.zeros((5, 3)), 0, 4)
+        best_stripes(table, work, kept, sheet, found, ways, links, links, np.ones(2), np.zeros(4), 1.0)
 
 
-def test_every_function_of_the_kernel_is_compiled_or_inlined() -> None:
-    functions = {f for _, f in inspect.getmembers(kernel, inspect.isfunction) if f.__module__ == kernel.__name__}
-    assert functions == {*compiled.INLINED, kernel.score_redo, kernel.best_load, kernel.stripes_reach}
+def test_what_was_kept_of_other_sources_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numba
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
+    compiled.compile_loop(twice_from(tmp_path / "twice.py"), SIGNATURE)
+    again = compiled.compile_loop(twice_from(tmp_path / "twice.py"), SIGNATURE)
+    assert sum(again.stats.cache_hits.values()) == 1
+    monkeypatch.setattr(compiled, "_sources", lambda: 1)  # one of the files that it inlines has changed
+    anew = compiled.compile_loop(twice_from(tmp_path / "twice.py"), SIGNATURE)
+    assert sum(anew.stats.cache_hits.values()) == 0
 
 
 def test_what_cannot_be_kept_is_compiled_all_the_same(caplog: pytest.LogCaptureFixture) -> None:

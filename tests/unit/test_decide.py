@@ -55,7 +55,25 @@ def test_a_slow_own_disk_costs_no_more_than_computing_what_lies_there() -> None:
     assert with_own_disk(DISK, 1e6) == pytest.approx(_redo(30))
 
 
+def test_a_worker_leaves_its_own_disk_alone_where_a_peer_brings_the_same_sooner() -> None:
+    workers = [DISK, Worker(1, blocks=80, wait_ns=10.0 * S)]
+    for disk_byte_ns, own_disk, start in ((20.0, False, 30), (0.01, True, 80)):
+        pairs = {(key(0).worker_id, key(0).worker_id): LinkCurve(2.0 * MS, disk_byte_ns)}
+        made = decide(request(), snapshot(workers, pairs=pairs), PARAMS)
+        assert (made.worker, made.plan.own_disk, made.own_blocks) == (key(0), own_disk, start)
+        assert [(piece.start, piece.stop) for piece in made.plan.loads] == ([] if own_disk else [(30, 80)])
+
+
 FILLED = Worker(0, blocks=80, tier=Tier.HOST, in_device=50, fill_byte_ns=0.2)
+
+
+def test_what_peers_send_is_filled_as_well() -> None:
+    holder, prices = Worker(1, blocks=80, wait_ns=10.0 * S), []
+    for byte_ns in (None, 0.2):
+        made = decide(request(), snapshot([replace(FILLED, blocks=0, fill_byte_ns=byte_ns), holder]), PARAMS)
+        assert made.plan.kind is PlanKind.LOAD
+        prices.append(made.price_ns)
+    assert prices[1] == pytest.approx(prices[0] + 80 * 16 * 40_000 * 0.2, rel=1e-6)
 
 
 def test_hits_in_the_device_tier_are_free_and_those_in_host_memory_are_filled_behind_the_wait() -> None:
