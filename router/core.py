@@ -237,7 +237,7 @@ class RouterCore:
         """Rule on a decided request; raises when it does not start now. Its gaps are those of whoever decodes it."""
         decoder = decision.worker if part is None else part.worker
         tpot_ns = None if meta.limits.tpot_ns is None else self._tpot_ns(decoder)
-        ruling = self._door.rule(meta, snapshot, decision, tpot_ns)
+        ruling = self._door.rule(meta, request.exclude, snapshot, decision, tpot_ns)
         if ruling is ADMITTED:
             return Admission.ADMIT
         self.tally.admissions[ruling.admission.value] += 1

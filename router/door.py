@@ -13,7 +13,7 @@ from kvpool.request import NO_LIMITS, Limits
 from kvpool.types import BlockHash, RequestId, WorkerKey
 from router.admission import Admission, Forecast, Ruling, admit
 from router.decide import Decision
-from router.signals import Columns, Snapshot
+from router.signals import Snapshot
 from router.waiting import Hold, Turn, WaitingRoom
 
 ADMITTED = Ruling(Admission.ADMIT)
@@ -58,10 +58,18 @@ class Door:
         """Requests that wait and keep asking."""
         return len(self._room)
 
-    def rule(self, meta: RequestMeta, snapshot: Snapshot, decision: Decision, tpot_ns: float | None) -> Ruling:
+    def rule(
+        self,
+        meta: RequestMeta,
+        exclude: frozenset[WorkerKey],
+        snapshot: Snapshot,
+        decision: Decision,
+        tpot_ns: float | None,
+    ) -> Ruling:
         """Rule on a decided request.
 
         Args:
+            exclude: workers that cannot take it.
             tpot_ns: expected gap between its tokens; None when it does not matter, or nobody knows.
         """
         limits, now_ns = meta.limits, snapshot.now_ns
@@ -70,7 +78,7 @@ class Door:
             return ADMITTED
         self._room.expire(now_ns)
         outranked = self._room.outranks(limits.priority)
-        hold_ns = 0.0 if turn is None else self._hold_ns(meta.request_id, turn, snapshot)
+        hold_ns = 0.0 if turn is None else self._hold_ns(meta.request_id, exclude, turn, snapshot)
         ruling = admit(limits, Forecast(decision.price_ns, tpot_ns, meta.elapsed_ns, outranked, hold_ns))
         if ruling.admission is Admission.QUEUE:
             self._room.enter(meta.request_id, limits.priority, turn, now_ns + ruling.retry_after_ns)
@@ -95,13 +103,15 @@ class Door:
         work_ns = decision.promise.gpu_ns
         return Turn(hold.due_ns(now_ns - meta.elapsed_ns, work_ns, meta.limits.priority), work_ns)
 
-    def _hold_ns(self, request_id: RequestId, turn: Turn, snapshot: Snapshot) -> float:
+    def _hold_ns(self, request_id: RequestId, exclude: frozenset[WorkerKey], turn: Turn, snapshot: Snapshot) -> float:
         """For how long the work before a request keeps the workers more than busy enough."""
-        backlog_ns, workers = mean_backlog_ns(snapshot.columns, snapshot.now_ns)
+        backlog_ns, workers = mean_backlog_ns(snapshot, exclude)
         return backlog_ns + self._room.ahead_ns(request_id, turn) / workers - self._hold.backlog_ns
 
 
-def mean_backlog_ns(columns: Columns, now_ns: int) -> tuple[float, int]:
-    """Mean prefill work before each worker that takes requests, and how many these are, at least 1."""
-    waits = columns.gpu_free_ns[columns.closed_ns == 0.0] - now_ns
+def mean_backlog_ns(snapshot: Snapshot, exclude: frozenset[WorkerKey]) -> tuple[float, int]:
+    """Mean prefill work before each worker that may take a request, and how many these are, at least 1."""
+    open_to_it = snapshot.columns.closed_ns == 0.0
+    open_to_it[[snapshot.positions[key] for key in exclude if key in snapshot.positions]] = False
+    waits = snapshot.columns.gpu_free_ns[open_to_it] - snapshot.now_ns
     return (float(np.maximum(waits, 0.0).mean()), len(waits)) if len(waits) else (0.0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.model]
 
 BLOCK = 16
 TOLERANCE = 1e-4
+OVERLOAD_S = 7.0
+"""Prefill work for each of two workers: more than twice what makes requests wait at the router."""
 FIRST, SECOND = WorkerId("worker-0"), WorkerId("worker-1")
 
 
@@ -107,6 +110,26 @@ def test_a_batch_of_eight_equals_the_plain_model_one_by_one(kit: ClusterKit, pla
     results = kit.run(kit.client.generate_batch(prompts, max_tokens=6, logprobs=1, ignore_eos=True))
     for prompt, result in zip(prompts, results, strict=True):
         _assert_equal(result.logprobs, plain.greedy(prompt, 6))
+
+
+def test_in_overload_requests_wait_at_the_router_and_equal_the_plain_model(kit: ClusterKit, plain: PlainModel) -> None:
+    workers = kit.status()["router"]["workers"]
+    token_us = min(row["prefill_us_per_token"] for row in workers)
+    length = 400  # more than the small worker can hold: two take it
+    number = min(100, math.ceil(2 * OVERLOAD_S * 1e6 / (length * token_us)))
+    prompts = [_prompt(length, 1000 + index) for index in range(number)]
+    options = {"max_tokens": 2, "logprobs": 1, "ignore_eos": True}
+    results = kit.run(kit.gather(kit.client.generate(prompt, **options) for prompt in prompts))
+    records = [kit.run(kit.client.explain(result.request_id)) for result in results]
+    assert all(record["followed"] for record in records)
+    waited = sorted(range(number), key=lambda index: records[index]["waited_ns"])
+    assert records[waited[0]]["waited_ns"] < 1e9
+    assert records[waited[-1]]["waited_ns"] > 1e9
+    for index in (*waited[:2], *waited[-2:]):
+        _assert_equal(results[index].logprobs, plain.greedy(prompts[index], 2))
+    admissions = kit.status()["router"]["admissions"]
+    assert admissions["queue"] > 0
+    assert admissions["queued_now"] == 0
 
 
 def test_preempted_and_resumed_requests_equal_the_plain_model(kit: ClusterKit, plain: PlainModel) -> None:

@@ -61,7 +61,7 @@ def test_who_waits_asks_again_half_way() -> None:
 # -- the router
 
 
-def load(core: RouterCore, seconds: tuple[float, float], sequence: int) -> None:
+def load(core: RouterCore, seconds: tuple[float, ...], sequence: int) -> None:
     """Workers that need 0.16 s for a prompt of 1,600 tokens have so much to do."""
     for number, value in enumerate(seconds):
         prompts = round(value / 0.16)
@@ -148,6 +148,15 @@ def test_a_limit_on_the_first_token_is_judged_at_once() -> None:
 def test_those_whom_a_dead_worker_failed_do_not_flood_the_others() -> None:
     core, _ = overloaded()
     assert asks(core, "failed", exclude=frozenset({key(0)})) is not None
+
+
+def test_workers_that_cannot_take_a_request_do_not_count() -> None:
+    core, _ = slow_core(workers=3)
+    load(core, (4.0, 4.0, 0.9), 2)
+    assert asks(core, "any") is None  # 3 s are just not reached
+    core, _ = slow_core(workers=3)
+    load(core, (4.0, 4.0, 0.9), 2)
+    assert asks(core, "not there", exclude=frozenset({key(2)})) is not None
 
 
 def test_who_gives_up_holds_up_nobody() -> None:
