@@ -221,7 +221,9 @@ class AsyncKVPoolClient:
                 async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
                     return await self.tokenizer(), await self.info()
             except TimeoutError as error:
-                raise DeadlineError("the cluster did not answer within the request's budget") from error
+                raise DeadlineError(
+                    "neither a router nor a worker answered within the request's budget; 'kvpool status' shows who does"
+                ) from error
             except UnavailableError as error:
                 if is_final(error) or time.monotonic() + backoff_s >= deadline_s:
                     raise

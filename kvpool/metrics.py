@@ -32,7 +32,7 @@ class MetricsServer:
             self._server, self._thread = start_http_server(port, addr=host, registry=registry)
         except OSError as error:
             raise ConfigError(
-                f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another --metrics-port",
+                f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another port (--metrics-port)",
                 host=host,
                 port=port,
             ) from error

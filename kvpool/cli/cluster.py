@@ -139,7 +139,10 @@ def _down(name: str, as_json: bool) -> None:
 
     state = read_state(name)
     if state is not None and not stop_supervisor(state, DOWN_TIMEOUT_S):
-        raise UnavailableError(f"cluster {name!r} (pid {state.pid}) did not end within {DOWN_TIMEOUT_S:.0f} s")
+        raise UnavailableError(
+            f"cluster {name!r} did not end within {DOWN_TIMEOUT_S:.0f} s; 'kill -9 {state.pid}' ends its supervisor, "
+            "and all it started ends with that"
+        )
     if as_json:
         print_json({"name": name, "was_running": state is not None})
     else:

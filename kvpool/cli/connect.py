@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpool.client import KVPoolClient
-from kvpool.cluster.state import ClusterState, read_state
+from kvpool.cluster.state import ClusterState, all_states, read_state
 from kvpool.errors import UnavailableError
 
 
@@ -15,7 +15,9 @@ def running_state(name: str) -> ClusterState:
     """
     state = read_state(name)
     if state is None:
-        raise UnavailableError(f"no cluster {name!r} runs here; start one with 'kvpool up' or give --address")
+        others = ", ".join(sorted(state.name for state in all_states()))
+        running = f"; {others} does, give --name" if others else ""
+        raise UnavailableError(f"no cluster {name!r} runs here{running}; start one with 'kvpool up' or give --address")
     return state
 
 

@@ -86,6 +86,8 @@ def map_ray_error(error: Exception, what: str) -> KVPoolError:
         return DeadlineError(f"{what} did not answer in time")
     if isinstance(error, ray.exceptions.RayTaskError):
         return UnavailableError(f"{what} failed: {error.cause!r}")
+    if getattr(error, "actor_init_failed", False):
+        return UnavailableError(f"{what} did not start: {str(error).strip().splitlines()[-1]}")
     if isinstance(error, ray.exceptions.RayError):
         return UnavailableError(f"{what} is not reachable: {type(error).__name__}")
     if isinstance(error, ValueError):  # ray.get_actor on an unknown name
@@ -103,17 +105,27 @@ class ClusterConnection:
         self._actors: dict[str, ActorHandle] = {}
         self._searches: dict[str, concurrent.futures.Future[ActorHandle]] = {}
 
-    async def info(self) -> ClusterInfo:
+    async def info(self, timeout_s: float = CALL_TIMEOUT_S) -> ClusterInfo:
         """What the cluster serves."""
-        info: ClusterInfo = (
-            await self._ask("info", key="", timeout_s=CALL_TIMEOUT_S, patience_s=INFO_PATIENCE_S)
-        ).value
+        info: ClusterInfo = (await self._ask("info", key="", timeout_s=timeout_s, patience_s=INFO_PATIENCE_S)).value
         self._routers.learn(info.routers)
         return info
 
     async def routers(self) -> tuple[str, ...]:
         """Names of the routers."""
         return self._routers.names or (await self.info()).routers
+
+    async def actors(self) -> tuple[str, ...]:
+        """Names of all actors of the cluster as Ray knows them, for when no router says which there are."""
+
+        def look() -> list[str]:
+            named = ray.util.list_named_actors(all_namespaces=True)
+            return sorted(item["name"] for item in named if item["namespace"] == self._namespace)
+
+        try:
+            return tuple(await asyncio.wait_for(asyncio.to_thread(look), CALL_TIMEOUT_S))
+        except Exception as error:
+            raise map_ray_error(error, "Ray") from error
 
     async def tokenizer(self) -> TokenizerFiles:
         """The served model's tokenizer, from the first worker that answers.

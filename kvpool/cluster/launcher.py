@@ -45,6 +45,7 @@ from kvpool.interrupts import at_hard_end
 from kvpool.types import WorkerId
 from kvpool.wallclock import CLUSTER_DIR_VARIABLE
 from router.actor import RouterActor
+from router.policies import make_policy
 from workers.actor import WorkerActor
 from workers.assemble import WorkerReady, WorkerSpec
 from workers.engine.models import ResolvedModel, resolve_model
@@ -120,6 +121,7 @@ class Cluster:
             UnavailableError: something did not start in time.
         """
         _require_one_layout(config)
+        make_policy(config.router.policy)  # names the nearest, before anything is started
         if ray_address is None:  # elsewhere it is Ray's head that binds it
             _require_free_ports(config)
         progress(f"model {config.workers[0].engine.model}: resolving")

@@ -154,7 +154,7 @@ async def who_answers(
                 break
             running = [call for call in calls.values() if not call.done()]
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        return {name: call.result() if call.done() else _silent(name, silence_s) for name, call in calls.items()}
+        return {name: call.result() if call.done() else _silent(silence_s) for name, call in calls.items()}
     finally:
         for call in calls.values():
             call.cancel()
@@ -168,8 +168,7 @@ async def _said(call: Awaitable[Any]) -> Any | KVPoolError:
         return error
 
 
-def _silent(name: str, silence_s: float) -> DeadlineError:
+def _silent(silence_s: float) -> DeadlineError:
     return DeadlineError(
-        f"{name} is silent: no answer within {silence_s:g} s, while another router answers; it is stopped, cut off, "
-        "overloaded, or just being started again"
+        f"silent for {silence_s:g} s while another router answers: stopped, cut off, overloaded, or just starting"
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvpool.cluster.connection import ClusterConnection
 from kvpool.cluster.merge import merge, router_rows
+from kvpool.cluster.routers import is_router
 from kvpool.errors import DeadlineError, KVPoolError, UnavailableError
 from kvpool.metadata.client import MetadataClient
 
@@ -22,9 +23,9 @@ async def cluster_status(connection: ClusterConnection) -> dict[str, Any]:
         ``{"error": …}``. ``router`` is what those that answer have to say together (`kvpool.cluster.merge`).
     """
     try:
-        info = await connection.info()
+        info = await connection.info(PART_TIMEOUT_S)
     except KVPoolError as error:
-        return {"router": _dead(error), "routers": {}, "workers": {}, "metadata": {}}
+        return await _without_routers(connection, error)
     told, *others = await asyncio.gather(  # at once, so that what is silent costs its time once
         connection.ask_routers("status", timeout_s=PART_TIMEOUT_S),
         *(_part(_worker_status(connection, worker)) for worker in info.workers),
@@ -48,6 +49,23 @@ async def cluster_status(connection: ClusterConnection) -> dict[str, Any]:
         "routers": router_rows(routers),
         "workers": workers,
         "metadata": metadata,
+    }
+
+
+async def _without_routers(connection: ClusterConnection, error: KVPoolError) -> dict[str, Any]:
+    """What Ray and the workers say when no router answers: nobody says then where the metadata servers are."""
+    try:
+        actors = () if error.details.get("gone") else await connection.actors()
+    except KVPoolError:
+        actors = ()
+    routers = [name for name in actors if is_router(name)]
+    workers = [name for name in actors if not is_router(name)]
+    told = await asyncio.gather(*(_part(_worker_status(connection, name)) for name in workers))
+    return {
+        "router": _dead(error),
+        "routers": {name: _dead(error) for name in routers},
+        "workers": dict(zip(workers, told, strict=True)),
+        "metadata": {},
     }
 
 

@@ -13,11 +13,11 @@ FINISHED = (GOODPUT_MET, GOODPUT_MISSED_TTFT, GOODPUT_MISSED_TPOT)
 FAILED = "request_failures."
 LEFT = "left"
 MAX_PROBLEMS = 4
-MAX_PROBLEM_CHARS = 160
+MAX_PROBLEM_CHARS = 200
 
 
 def summary(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Five lines as (word, text), from what `kvpool.cluster.status.cluster_status` returns."""
+    """A few lines as (word, text), from what `kvpool.cluster.status.cluster_status` returns."""
     router = status["router"]
     workers = [part for part in status["workers"].values() if "counters" in part]
     counters: Counter[str] = Counter()
@@ -42,10 +42,12 @@ def summary(status: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         ("decisions", _counted(router.get("decisions", {}))),
         ("failures", _counted(failures)),
+        *_metrics(status),
         ("wrong now", "; ".join([*shown[:MAX_PROBLEMS], *more]) or "nothing"),
     ]
 
 
+_NO_ROUTER = "what runs goes on, what comes waits; Ray starts a dead one again, kill -9 ends one that stands still"
 _KINDS = (("workers", "workers"), ("routers", "routers"), ("metadata", "metadata servers"))
 
 
@@ -60,19 +62,41 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 def _problems(status: Mapping[str, Any]) -> Iterator[str]:
     """What an operator should look at, the worst first."""
-    if not status["routers"]:
-        yield f"no router answers: {status['router'].get('error', 'it is not there')}"
+    mute = all("error" in part for part in status["routers"].values())
+    if mute:
+        yield f"no router answers ({status['router'].get('error', 'it is not there')}); {_NO_ROUTER}"
     for kind, _ in _KINDS:
         for name, part in status[kind].items():
+            if "error" in part and kind == "routers" and mute:
+                continue
             if "error" in part:
                 yield f"{name} does not answer: {part['error']}"
             elif part.get("healthy") is False:
                 yield f"{name} is broken: {part['failure']}"
             elif part.get("directory") == "not connected":
                 yield f"{name} hears no metadata server"
+            if disk := _disk_problem(part.get("disk") or {}):
+                yield f"{name} {disk}"
     states = {row["worker"]: row["state"] for row in status["router"].get("workers", [])}
-    if status["routers"] and not any(state == MemberState.ALIVE.value for state in states.values()):
+    if not mute and not any(state == MemberState.ALIVE.value for state in states.values()):
         yield "no worker takes requests"
     for worker, state in states.items():
         if state != MemberState.ALIVE.value:
             yield f"{worker} is {state}"
+
+
+def _disk_problem(disk: Mapping[str, Any]) -> str:
+    """What is wrong with a worker's disk tier; empty when nothing is."""
+    if "error" in disk:
+        return f"serves without its disk tier: {disk['error']}; put that right and restart it"
+    if not disk.get("last_error"):
+        return ""
+    errors = ", ".join(f"{disk[name]} {name}" for name in ("write_errors", "read_errors", "corrupt") if disk.get(name))
+    return f"had trouble with its disk ({errors or 'none counted'}), last: {disk['last_error']}"
+
+
+def _metrics(status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Where metrics are served, whole, to be copied; nothing when they are not."""
+    parts = [*status["routers"].values(), *status["metadata"].values()]
+    urls = [part["metrics"] for part in parts if str(part.get("metrics", "")).startswith("http")]
+    return [("metrics", " ".join(urls))] if urls else []

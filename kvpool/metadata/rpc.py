@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 
-from kvpool import errors
 from kvpool.errors import (
+    BY_CODE,
     CapacityError,
     DeadlineError,
     IncompatibleError,
@@ -65,10 +65,6 @@ STATUS_ERRORS: dict[grpc.StatusCode, type[Exception]] = {
     grpc.StatusCode.OK: InvariantViolation,  # not an error; nothing may raise it
 }
 
-_CLASSES: dict[str, type[KVPoolError]] = {
-    kind.code: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, KVPoolError)
-}
-
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own: nothing queues behind another user's data
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -113,6 +109,9 @@ def error_from_rpc(error: grpc.RpcError, address: str) -> Exception:
             return _decode(value, status, address)
     kind = STATUS_ERRORS[status]
     text = error.details() if callable(getattr(error, "details", None)) else str(error)
+    if status is grpc.StatusCode.UNAVAILABLE:
+        why = str(text).rpartition("last error: ")[2]
+        return UnavailableError(f"no metadata service answers at {address} ({why})", address=address)
     if issubclass(kind, KVPoolError):
         return kind(f"metadata service at {address}: {status.name}: {text}", address=address)
     return kind(f"metadata service at {address} failed with status {status.name}: {text}")
@@ -121,7 +120,7 @@ def error_from_rpc(error: grpc.RpcError, address: str) -> Exception:
 def _decode(raw: bytes | str, status: grpc.StatusCode, address: str) -> Exception:
     try:
         content = parse_json(raw)
-        kind = _CLASSES[content["code"]]
+        kind = BY_CODE[content["code"]]
         return kind(str(content["message"]), **content["details"])
     except (ValueError, KeyError, TypeError) as error:
         return UnavailableError(

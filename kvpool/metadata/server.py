@@ -88,7 +88,7 @@ class MetadataServer:
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {host}:{port}: the port is in use or the host is not an address of this machine; "
-                "choose another --port, or 0 for a free one",
+                "choose another port (metadata.port, --port), or 0 for a free one",
                 host=host,
                 port=port,
             ) from error

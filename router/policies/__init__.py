@@ -43,7 +43,7 @@ def make_policy(name: str) -> Policy:
     maker = POLICIES.get(name)
     if maker is None:
         near = difflib.get_close_matches(name, POLICIES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(f"unknown routing policy {name!r}{hint} Known: {', '.join(sorted(POLICIES))}", policy=name)
     return maker()
 

@@ -15,6 +15,7 @@ import ray
 from kvpool.cluster.guardian import spawn_guardian
 from kvpool.cluster.launcher import Cluster, _Launched, _placement
 from kvpool.config import ClusterConfig
+from kvpool.errors import ConfigError
 
 
 class _Interrupted:
@@ -76,3 +77,9 @@ def test_actors_of_a_kind_go_to_every_living_node_in_turn_this_one_first(monkeyp
     for item in placements:
         assert item["scheduling_strategy"].soft, "when its node is dead, an actor is started again elsewhere"
         assert item["memory"] > 0, "Ray places what reserves nothing by chance"
+
+
+def test_an_unknown_policy_is_refused_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.cluster.launcher.resolve_model", lambda _: pytest.fail("too late"))
+    with pytest.raises(ConfigError, match="did you mean 'kvpool'"):
+        Cluster.start(ClusterConfig.model_validate({"router": {"policy": "kvpol"}}))

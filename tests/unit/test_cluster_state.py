@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvpool.cli.connect import running_state
 from kvpool.cluster.state import ClusterState, all_states, claim, read_state, remove_state, state_path, write_state
 from kvpool.errors import RequestError, UnavailableError
 
@@ -79,3 +80,11 @@ def test_a_name_is_claimed_by_one_process_and_free_when_that_ends() -> None:
             claim("c")
         claim("d").close()
     claim("c").close()
+
+
+def test_who_names_a_cluster_that_does_not_run_is_told_which_ones_do() -> None:
+    with pytest.raises(UnavailableError, match="no cluster 'd' runs here; start one"):
+        running_state("d")
+    write_state(_state())
+    with pytest.raises(UnavailableError, match="no cluster 'd' runs here; c does, give --name"):
+        running_state("d")

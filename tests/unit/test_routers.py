@@ -14,6 +14,7 @@ import pytest
 from kvpool.cluster.decisions import all_records, explain
 from kvpool.cluster.merge import merge, router_rows
 from kvpool.cluster.routers import SHUN_S, Answer, Routers, ask_in_turn, is_router, router_name, who_answers
+from kvpool.cluster.status import cluster_status
 from kvpool.config import MAX_ROUTERS, parse_config
 from kvpool.errors import ConfigError, DeadlineError, KVPoolError, OverloadError, RequestError, UnavailableError
 from kvpool.types import RequestId
@@ -200,7 +201,7 @@ def test_all_routers_are_asked_at_once_and_a_silent_one_is_named_and_not_waited_
     assert script.asked == list(THREE)
     assert answers["router-1"] == "by router-1"
     assert all(isinstance(answers[name], DeadlineError) for name in ("router", "router-2"))
-    assert "router-2 is silent" in str(answers["router-2"])
+    assert "silent for 0.01 s" in str(answers["router-2"])
     assert script.cancelled == ["router", "router-2"]
 
 
@@ -329,3 +330,22 @@ def test_status_says_for_each_router_what_it_shares_of_the_traffic_and_who_is_do
     assert [rows[name]["decisions"] for name in THREE[:2]] == [6, 3]
     assert rows["router"]["share_of_decisions"] == pytest.approx(2 / 3)
     assert rows["router-1"]["directory"] == "connected"
+
+
+class _NoRouter:
+    """Stands in for a connection to a cluster whose routers stand still."""
+
+    async def info(self, _timeout_s: float) -> Any:
+        raise DeadlineError("router.info did not answer in time")
+
+    async def actors(self) -> tuple[str, ...]:
+        return "router", "router-1", "worker-0"
+
+    async def call(self, actor: str, _: str, **__: Any) -> dict[str, Any]:
+        return {"running": 1, "of": actor}
+
+
+def test_without_any_router_the_status_still_has_the_workers_and_names_the_routers() -> None:
+    status = asyncio.run(cluster_status(_NoRouter()))  # type: ignore[arg-type]
+    assert status["workers"] == {"worker-0": {"running": 1, "of": "worker-0"}}
+    assert [part["code"] for part in (status["router"], *status["routers"].values())] == ["deadline_exceeded"] * 3

@@ -56,14 +56,39 @@ def test_whoever_is_down_broken_deaf_or_not_offered_is_named_and_a_drained_worke
         assert text in lines["wrong now"]
 
 
-def test_a_cluster_without_a_router_says_so_first() -> None:
+def test_a_cluster_without_a_router_says_so_first_and_what_to_do() -> None:
     status = {"router": DEAD, "routers": {}, "workers": {}, "metadata": {}}
-    assert dict(summary(status))["wrong now"].startswith("no router answers: not reachable")
+    assert dict(summary(status))["wrong now"].startswith("no router answers (not reachable")
+    status = _status()
+    status |= {"router": DEAD, "routers": {"router": DEAD, "router-1": DEAD}, "metadata": {}}
+    lines = dict(summary(status))
+    assert lines["members"] == "2 of 2 workers, 0 of 2 routers, 0 of 0 metadata servers"
+    assert "kill -9" in lines["wrong now"]
+    assert "router-1" not in lines["wrong now"]  # once is enough
+
+
+def test_a_disk_tier_that_is_missing_or_refuses_blocks_is_something_wrong() -> None:
+    status = _status()
+    status["workers"]["worker-0"]["disk"] = {"error": "the directory /x cannot be used: Not a directory"}
+    status["workers"]["worker-1"]["disk"] = {"last_error": "No space left on device", "write_errors": 7, "corrupt": 0}
+    wrong = dict(summary(status))["wrong now"]
+    assert "worker-0 serves without its disk tier: the directory /x cannot" in wrong
+    assert "worker-1 had trouble with its disk (7 write_errors), last: No space left on device" in wrong
+    status["workers"] = {"worker-1": {**_worker(), "disk": {"last_error": "", "write_errors": 0}}}
+    assert dict(summary(status))["wrong now"] == "nothing"
+
+
+def test_addresses_of_metrics_stand_whole_in_a_line_of_their_own() -> None:
+    status = _status()
+    status["routers"]["router"]["metrics"] = "http://127.0.0.1:9100/metrics"
+    status["routers"]["router-1"]["metrics"] = "not served; set router.metrics_port"
+    status["metadata"]["a:1"]["metrics"] = "http://127.0.0.1:9102/metrics"
+    assert dict(summary(status))["metrics"] == "http://127.0.0.1:9100/metrics http://127.0.0.1:9102/metrics"
 
 
 def test_many_problems_and_long_ones_are_cut() -> None:
     status = _status()
     status["workers"] = {f"worker-{number}": {"error": "x" * 5000, "code": "c"} for number in range(50)}
     text = dict(summary(status))["wrong now"]
-    assert len(text) < 200 * (MAX_PROBLEMS + 1)
+    assert len(text) < 250 * (MAX_PROBLEMS + 1)
     assert text.endswith("and 46 more")
