@@ -368,6 +368,11 @@ class RouterCore:
             RequestError: the request is unknown here or its record was dropped.
         """
         found = self._records.of_request(request_id)
+        if not found and request_id in self._door:
+            raise RequestError(
+                f"request {request_id!r} waits at the router and is decided when its turn comes; ask again then",
+                request_id=request_id,
+            )
         if not found:
             raise RequestError(
                 f"no decision about request {request_id!r} is kept; it is unknown to this router or older than "

@@ -58,6 +58,10 @@ class Door:
         """Requests that wait and keep asking."""
         return len(self._room)
 
+    def __contains__(self, request_id: RequestId) -> bool:
+        """Whether a request waits."""
+        return request_id in self._room
+
     def rule(
         self,
         meta: RequestMeta,

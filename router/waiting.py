@@ -82,6 +82,9 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._waiting
+
     def expire(self, now_ns: int) -> None:
         """Forget who has given up."""
         if self._waiting:

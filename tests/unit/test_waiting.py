@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.errors import CapacityError
+from kvpool.errors import CapacityError, RequestError
 from kvpool.reports import WorkerLoad
 from kvpool.request import Limits
 from kvpool.types import RequestId
@@ -90,6 +90,8 @@ def test_requests_wait_at_the_router_while_workers_have_seconds_to_do_and_start_
     assert retry_s == pytest.approx(3.5, rel=0.1)  # half of 10 s less the 3 s that workers keep
     status = core.status()
     assert (status["admissions"]["queued_now"], status["promises"], status["records"]) == (1, 0, 0)
+    with pytest.raises(RequestError, match="waits at the router"):
+        core.explain(RequestId("r"))
     clock.now_ns += 7 * S + S // 2
     assert asks(core, "r") is None
     assert core.status()["admissions"]["queued_now"] == 0
