@@ -353,7 +353,9 @@ class ClusterConnection:
         """The actor's handle; TimeoutError when Ray does not say in time."""
         if name in self._actors:
             return self._actor(name)
-        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._search(name))), timeout_s)
+        found = asyncio.wrap_future(self._search(name))
+        found.add_done_callback(_seen)  # who waits no longer must not be told by a traceback that it came to nothing
+        return await asyncio.wait_for(asyncio.shield(found), timeout_s)
 
     def _search(self, name: str) -> concurrent.futures.Future[ActorHandle]:
         """Ask Ray for an actor, at most once at a time for each, on a thread: without its head Ray blocks for a
@@ -387,6 +389,11 @@ class ClusterConnection:
                 ) from error
             self._actors[name] = handle
         return handle
+
+
+def _seen(found: asyncio.Future[ActorHandle]) -> None:
+    if not found.cancelled():
+        found.exception()
 
 
 def _answer(search: concurrent.futures.Future[ActorHandle], look: Callable[[], ActorHandle]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from kvpool.errors import KVPoolError, RequestError, UnavailableError
+from kvpool.errors import ConfigError, KVPoolError, RequestError, UnavailableError
 from kvpool.jsontext import parse_json
 
 DEFAULT_NAME = "default"
@@ -71,13 +71,37 @@ def state_path(name: str) -> Path:
 
 
 def write_state(state: ClusterState) -> None:
-    """Write the state of a cluster atomically, readable by its owner only."""
-    path = state_path(state.name)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the state of a cluster atomically, readable by its owner only.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    _write(state_path(state.name), json.dumps(asdict(state)))
+
+
+def require_writable(name: str) -> None:
+    """Check that `write_state` will be able to, before anything expensive is started.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    probe = state_path(name).with_suffix(f".{os.getpid()}.probe")
+    _write(probe, json.dumps({}))
+    probe.unlink(missing_ok=True)
+
+
+def _write(path: Path, text: str) -> None:
     part = path.with_suffix(f".{os.getpid()}.part")
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(json.dumps(asdict(state)))
-    part.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(text)
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}, by which commands find the cluster: {error.strerror}; make room there, or set "
+            "XDG_STATE_HOME to a directory of yours"
+        ) from error
 
 
 def read_state(name: str = DEFAULT_NAME) -> ClusterState | None:

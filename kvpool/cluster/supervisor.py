@@ -20,7 +20,7 @@ import psutil
 
 from kvpool.cluster.launcher import Cluster
 from kvpool.cluster.ray_auth import current_token
-from kvpool.cluster.state import ClusterState, claim, read_state, remove_state, write_state
+from kvpool.cluster.state import ClusterState, claim, read_state, remove_state, require_writable, write_state
 from kvpool.config import ClusterConfig
 from kvpool.errors import KVPoolError, RequestError
 
@@ -49,6 +49,7 @@ def main() -> int:
     try:
         config = ClusterConfig.model_validate_json(arguments.config)
         _require_none_runs(arguments.name)
+        require_writable(arguments.name)
         with claim(arguments.name):  # two that start at once would not see each other's state
             return _run(config, arguments.name, arguments.ray_address)
     except KVPoolError as error:

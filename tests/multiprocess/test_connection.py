@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import socket
 import threading
 from collections.abc import AsyncIterator
@@ -198,6 +199,27 @@ def test_a_search_for_an_actor_that_blocks_keeps_deadlines_and_the_event_loop() 
         assert connection.searches == 2, "each actor is searched for once at a time"
     finally:
         connection.over.set()
+
+
+def test_a_search_that_nobody_waits_for_any_more_fails_without_a_traceback() -> None:
+    connection = _Lost()
+
+    async def use() -> list[Any]:
+        told: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        with pytest.raises(DeadlineError):
+            await connection.call("router", "info", timeout_s=0.05)
+        search = connection._searches["router"]
+        connection.over.set()
+        with pytest.raises(UnavailableError):
+            await asyncio.to_thread(search.result, 10)
+        await asyncio.sleep(0.01)  # what the thread has scheduled runs
+        connection._searches.clear()
+        del search
+        gc.collect()
+        return told
+
+    assert asyncio.run(asyncio.wait_for(use(), 20.0)) == []
 
 
 def test_a_search_whose_thread_could_not_be_started_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

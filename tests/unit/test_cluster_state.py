@@ -10,8 +10,17 @@ import psutil
 import pytest
 
 from kvpool.cli.connect import running_state
-from kvpool.cluster.state import ClusterState, all_states, claim, read_state, remove_state, state_path, write_state
-from kvpool.errors import RequestError, UnavailableError
+from kvpool.cluster.state import (
+    ClusterState,
+    all_states,
+    claim,
+    read_state,
+    remove_state,
+    require_writable,
+    state_path,
+    write_state,
+)
+from kvpool.errors import ConfigError, RequestError, UnavailableError
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +89,18 @@ def test_a_name_is_claimed_by_one_process_and_free_when_that_ends() -> None:
             claim("c")
         claim("d").close()
     claim("c").close()
+
+
+def test_a_place_that_cannot_be_written_is_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_writable("c")
+    assert list(state_path("c").parent.iterdir()) == []
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    for refused in (lambda: require_writable("c"), lambda: write_state(_state())):
+        with pytest.raises(ConfigError, match="Not a directory; make room there, or set XDG_STATE_HOME"):
+            refused()
 
 
 def test_who_names_a_cluster_that_does_not_run_is_told_which_ones_do() -> None:
