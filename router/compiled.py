@@ -29,6 +29,7 @@ SOURCES = (prices, kernel, kernel_stripes)
 LOOPS: tuple[Callable[..., Any], ...] = (
     kernel.score_redo,
     kernel.best_load,
+    kernel.first_holders,
     kernel_stripes.stripes_reach,
     kernel_stripes.best_stripes,
 )
@@ -58,6 +59,7 @@ attempt says so."""
 _TABLE, _LIST = "float64[:,::1]", "float64[::1]"
 _REDO = f"({_TABLE}, {_TABLE}, {_TABLE}, {_LIST})"
 _LOAD = f"({_TABLE}, {_TABLE}, {_TABLE}, {_LIST}, {_TABLE}, int64, float64, float64)"
+_FIRST = f"({_TABLE}, int64[::1], {_LIST}, float64)"
 _REACH = f"({_TABLE}, {_TABLE}, {_TABLE}, {_LIST}, {_TABLE}, {_LIST}, float64, int64)"
 _STRIPES = f"({_TABLE}, {_TABLE}, {_TABLE}, {_LIST}, {_TABLE}, {_TABLE}, {_TABLE}, {_TABLE}, {_LIST}, {_LIST}, float64)"
 
@@ -67,6 +69,7 @@ class Kernels(NamedTuple):
 
     score_redo: Callable[..., Any]
     best_load: Callable[..., Any]
+    first_holders: Callable[..., Any]
     stripes_reach: Callable[..., Any]
     best_stripes: Callable[..., Any]
 
@@ -82,7 +85,7 @@ def kernels() -> Kernels:
         return Kernels(*LOOPS)
     for scalar in INLINED:
         register_jitable(scalar)
-    signatures = (_REDO, _LOAD, _REACH, _STRIPES)
+    signatures = (_REDO, _LOAD, _FIRST, _REACH, _STRIPES)
     return Kernels(*(compile_loop(loop, signature) for loop, signature in zip(LOOPS, signatures, strict=True)))
 
 

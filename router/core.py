@@ -187,6 +187,7 @@ class RouterCore:
             arrival_scale=self._fleet.arrival_scale(now_ns),
             together=self._learned.together.shares,
             fills=self._fills,
+            places=self._fleet.places,
         )
 
     def give_back(self, request_id: RequestId) -> None:

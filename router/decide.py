@@ -27,12 +27,9 @@ from router.kernel import OWN, REDO, WAIT, Floats
 from router.kernel_stripes import POOL
 from router.planning import Params, Promise, build_plan, build_promise, build_striped_plan
 from router.prices import LoadCost, SplitCost
-from router.scores import Case, open_case
+from router.scores import MAX_HOLDERS, Case, open_case
 from router.signals import Holding, RequestView, Snapshot
 from router.striping import Stripes, Way, share_out
-
-MAX_HOLDERS = 16
-"""Bounds the time of a decision when hundreds of workers hold a hot prefix and their links differ a little."""
 
 MAX_REACHES = 64
 """Workers and lengths at which loads from several holders are looked for, the most promising ones."""
@@ -202,7 +199,7 @@ def _decision(verdict: _Verdict) -> Decision:
         tuple(priced),
         promise,
         own,
-        len(case.held),
+        case.holders,
         floor if floor < math.inf else None,
         None if stripes is None else (stripes.start_ns, stripes.byte_ns),
     )

@@ -15,7 +15,7 @@ import numpy as np
 from kvpool.reports import WorkerLoad
 from kvpool.types import MemberState, Role, Tier, WorkerId, WorkerKey
 from router.estimators import LinkCurve, LinkEstimators, PrefillCurve
-from router.kernel import Floats
+from router.kernel import Floats, Places
 from router.ledger import Totals
 from router.signals import NO_ARRIVALS, Columns, WorkerView
 
@@ -23,6 +23,7 @@ ROW_AGE_NS = 250_000_000
 ARRIVAL_MEMORY_NS = 30_000_000_000  # requests older than this hardly count in a worker's arrival rate
 _MAX_EXPONENT = 50.0
 MAX_PRESSURE = 16.0
+MAX_PLACES = 256
 
 
 class Fleet:
@@ -43,6 +44,7 @@ class Fleet:
         self._fastest: PrefillCurve | None = None
         self._pressure_known = False
         self._decoders: tuple[int, ...] = ()
+        self._places: dict[int, tuple[tuple[WorkerKey, ...], Places]] = {}
         self._borrowers: set[WorkerKey] = set()
         self._borrowing: list[int] | None = None
 
@@ -190,6 +192,19 @@ class Fleet:
         self._rows[holder, tier] = (now_ns, row)
         return row
 
+    def places(self, keys: tuple[WorkerKey, ...]) -> Places:
+        """Positions of those of the workers that are members. Kept by the identity of the tuple: who holds a hot prefix
+        is mostly told by the same one as before."""
+        kept = self._places.get(id(keys))
+        if kept is not None and kept[0] is keys:
+            return kept[1]
+        if len(self._places) >= MAX_PLACES:
+            self._places.clear()
+        found = [position for position in map(self.index.get, keys) if position is not None]
+        made = np.array(found, dtype=np.int64)
+        self._places[id(keys)] = (keys, made)
+        return made
+
     def best(self, tier: Tier) -> LinkCurve:
         """A curve no link of the tier is better than."""
         return self._links.best(tier)
@@ -225,6 +240,7 @@ class Fleet:
         order = sorted(range(len(keys)), key=lambda i: (keys[i].worker_id, keys[i].worker_epoch))
         self.columns.rank[order] = np.arange(len(order))
         self._rows.clear()
+        self._places.clear()
         self._borrowing = None
         self._fastest = None
         self._pressure_known = False

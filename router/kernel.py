@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from router.prices import Link, LoadCost, Pair, SplitCost, cost_of_load, cost_of_split, least_ns, prefill_ns
 
 Floats = NDArray[np.float64]
+Places = NDArray[np.int64]
 
 # Rows of the table of all workers; see `router.signals.Columns`.
 CLOSED, HOLDER, RANK, REPORTED, GPU_FREE, IN_FREE, OUT_FREE, REQUESTS = range(8)
@@ -99,7 +100,7 @@ def score_redo(
             to be computed; it waits ``FILL`` longer in any case, and each block that it loads takes ``FILL_BLOCK``
             beside the link. Written: what each ns of prefill costs others there (``CROWD``), and what must leave its
             cache (``KEEP``).
-        kept: written: W, P(n−o | o) and o, in blocks.
+        kept: written: W, P(n−o | o) and o, in blocks, where o is at least what it says before.
         sheet: `Terms`; then for every holder its position, blocks, tier, and room for its bound, which is written.
             Longest first, disks included, which nobody else may read but which make a worker's own prefix longer.
 
@@ -109,8 +110,6 @@ def score_redo(
     """
     terms, held, size = terms_of(sheet), held_of(sheet), table.shape[1]
     assert work.shape[1] == kept.shape[1] == size  # compiled code would read beyond an array without a word
-    for i in range(size):
-        kept[OWN, i] = 0.0
     for j in range(held.shape[0]):
         position = int(held[j, POSITION])
         assert 0 <= position < size
@@ -128,6 +127,53 @@ def score_redo(
     _bound_holders(table, held, terms, least_wait)
     at, bound = _next_holder(table, held)
     return best, best_gpu, best_requests, best_turn, position, at, bound
+
+
+def first_holders(table: Floats, places: Places, chosen: Floats, now_ns: float) -> int:
+    """Of many workers that hold equally much, those that a search could come to: in each of the two orders in which
+    holders are taken (the way out that is free first; the least promised on it) as many as half of ``chosen``.
+
+    Args:
+        table: the workers, by column.
+        places: positions of those that hold equally much.
+        chosen: written.
+
+    Returns:
+        How many were written.
+    """
+    half = chosen.shape[0] // 2
+    number = _first(table, places, chosen[:half], -math.inf)
+    others = np.empty(half)
+    for n in range(_first(table, places, others, now_ns)):
+        fresh = True
+        for m in range(number):
+            fresh = fresh and chosen[m] != others[n]
+        if fresh:
+            chosen[number] = others[n]
+            number += 1
+    return number
+
+
+def _first(table: Floats, places: Places, chosen: Floats, since_ns: float) -> int:
+    """Those whose way out is free first, from a moment on; equals in key order, those that may not be read last."""
+    number = 0
+    for n in range(places.shape[0]):
+        position = places[n]
+        assert 0 <= position < table.shape[1]
+        free = max(since_ns, table[OUT_FREE, position]) if table[HOLDER, position] > 0.0 else math.inf
+        place = number
+        while place > 0:
+            other = int(chosen[place - 1])
+            busy = max(since_ns, table[OUT_FREE, other]) if table[HOLDER, other] > 0.0 else math.inf
+            if free > busy or (free == busy and table[RANK, position] > table[RANK, other]):
+                break
+            if place < chosen.shape[0]:
+                chosen[place] = chosen[place - 1]
+            place -= 1
+        if place < chosen.shape[0]:
+            chosen[place] = position
+            number = min(number + 1, chosen.shape[0])
+    return number
 
 
 def _score_waits(table: Floats, work: Floats, kept: Floats, terms: Terms) -> float:

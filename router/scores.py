@@ -14,6 +14,7 @@ from operator import itemgetter
 import numpy as np
 
 from kvpool.errors import UnavailableError
+from kvpool.metadata.prefixes import PrefixRuns
 from kvpool.types import Tier
 from router.compiled import kernels
 from router.cost import Pair, make_pair
@@ -36,11 +37,19 @@ from router.kernel import (
     WORK_ROWS,
     Floats,
 )
+from router.kernel_stripes import POOL
 from router.planning import Params
-from router.signals import Holding, RequestView, Snapshot, holdings, readable
+from router.signals import Holding, RequestView, Snapshot, holdings, longest, readable, usable_blocks
 
 _DEVICE, _HOST, _DISK = Tier  # looking a member up takes longer than comparing with it
 _longest = itemgetter(1)
+
+MAX_HOLDERS = 16
+"""Holders that are tried as the only source of a load: bounds the time of a decision when hundreds of workers hold a
+hot prefix and their links differ a little."""
+
+FIRST_HOLDERS = 1 + max(MAX_HOLDERS, POOL)
+"""So many, and the next one, of those that hold equally much may be come to by a search."""
 
 
 @dataclass(slots=True)
@@ -48,7 +57,9 @@ class Case:
     """Everything the parts of one decision share.
 
     Attributes:
-        held: what others may read of the prompt, by holder.
+        held: what others may read of the prompt, by holder; of many that hold equally much those that a search could
+            come to.
+        holders: how many hold a part of it.
         on_disk: prefixes that end on disks and count as their own workers'.
         sources: ``held``, and prefixes on disks, longest first, as in ``sheet``.
         work, kept, sheet: see `router.kernel.score_redo`.
@@ -60,6 +71,7 @@ class Case:
     snapshot: Snapshot
     params: Params
     held: list[Holding]
+    holders: int
     on_disk: list[Holding]
     sources: list[Holding]
     work: Floats
@@ -126,9 +138,9 @@ def open_case(
     Raises:
         UnavailableError: no worker can take the request.
     """
-    held = holdings(request, snapshot)
     size = len(snapshot.workers)
-    work, kept = np.zeros((WORK_ROWS, size)), np.empty((KEPT_ROWS, size))
+    work, kept = np.zeros((WORK_ROWS, size)), np.zeros((KEPT_ROWS, size))
+    held, holders = _held(request, snapshot, kept)
     for key in request.exclude:
         closed = snapshot.positions.get(key)
         if closed is not None:
@@ -154,7 +166,33 @@ def open_case(
     redo = kernels().score_redo(snapshot.columns.table, work, kept, sheet)
     if redo[0] == math.inf:
         raise nobody(request, snapshot)
-    return Case(request, snapshot, params, held, on_disk, sources, work, kept, sheet, redo)
+    return Case(request, snapshot, params, held, holders, on_disk, sources, work, kept, sheet, redo)
+
+
+def _held(request: RequestView, snapshot: Snapshot, kept: Floats) -> tuple[list[Holding], int]:
+    """`holdings`, and how many there are. Of many workers that hold equally much only those are listed that a search
+    could come to, and what the others have is written down as their own."""
+    prefixes = snapshot.prefixes
+    if (
+        not isinstance(prefixes, PrefixRuns)
+        or snapshot.places is None
+        or snapshot.fills
+        or any(_DISK in tiers for tiers, _ in prefixes.runs)
+    ):
+        held = holdings(request, snapshot)
+        return held, len(held)
+    held, holders, limit = [], 0, usable_blocks(request, snapshot.footprint.block_tokens)
+    chosen = np.empty(2 * FIRST_HOLDERS)
+    for tiers, keys in prefixes.runs:
+        blocks, tier = longest(tiers, limit)
+        places = snapshot.places(keys)
+        if not blocks or not len(places):
+            continue
+        holders += len(places)
+        kept[OWN, places] = blocks
+        number = kernels().first_holders(snapshot.columns.table, places, chosen, snapshot.now_ns)
+        held += [Holding(int(position), blocks, tier) for position in chosen[:number].tolist()]
+    return held, holders
 
 
 def nobody(request: RequestView, snapshot: Snapshot) -> UnavailableError:

@@ -9,7 +9,7 @@ Moments are nanoseconds of the router's clock, kept as float64: exact to 1 ns fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -20,7 +20,7 @@ from kvpool.reports import WorkerLoad
 from kvpool.types import BlockHash, MemberState, RequestId, Role, Tier, WorkerId, WorkerKey
 from router import kernel
 from router.estimators import LinkCurve, PrefillCurve
-from router.kernel import Floats
+from router.kernel import Floats, Places
 
 NO_ARRIVALS = 1e-200
 """Least of ``Columns.arrivals``: a share of all of them is always defined."""
@@ -208,6 +208,7 @@ class Snapshot(NamedTuple):
         arrival_scale: ``columns.arrivals * arrival_scale`` is the recent rate of requests per ns of each worker.
         together: share of the sum of single links that a reader takes from several holders at once; 1 where unknown.
         fills: time per byte from host memory to where the worker computes, of workers with a device tier.
+        places: positions of many workers at once; None leaves it to ``positions``.
     """
 
     now_ns: int
@@ -223,6 +224,7 @@ class Snapshot(NamedTuple):
     arrival_scale: float = 0.0
     together: Mapping[WorkerKey, float] = MappingProxyType({})
     fills: Mapping[WorkerKey, float] = MappingProxyType({})
+    places: Callable[[tuple[WorkerKey, ...]], Places] | None = None
 
 
 _DEVICE = Tier.DEVICE  # looking a member up takes longer than comparing with it
@@ -255,15 +257,22 @@ def holdings(request: RequestView, snapshot: Snapshot) -> list[Holding]:
         if position is None:
             continue
         if tiers is not seen:  # equally long ones share theirs
-            blocks, best_tier, seen = 0, _DEVICE, tiers
-            for tier, held in tiers.items():
-                clipped = held if held < limit else limit
-                if clipped > blocks or (clipped == blocks and tier < best_tier):
-                    blocks, best_tier = clipped, tier
+            blocks, best_tier = longest(tiers, limit)
+            seen = tiers
         if blocks > 0:
             tier = _read_from(best_tier, key, snapshot) if fills else best_tier
             found.append(make(Holding, (position, blocks, tier)))
     return found
+
+
+def longest(tiers: Mapping[Tier, int], limit: int) -> tuple[int, Tier]:
+    """The longest usable prefix of a worker, and the fastest tier that holds it."""
+    blocks, best_tier = 0, _DEVICE
+    for tier, held in tiers.items():
+        clipped = held if held < limit else limit
+        if clipped > blocks or (clipped == blocks and tier < best_tier):
+            blocks, best_tier = clipped, tier
+    return blocks, best_tier
 
 
 def readable(held: list[Holding], request: RequestView, snapshot: Snapshot) -> list[Holding]:

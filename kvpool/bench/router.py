@@ -20,6 +20,7 @@ from kvpool.bench.metadata_peers import peer_python
 from kvpool.bench.report import Row, skipped, spread
 from kvpool.errors import UnavailableError
 from kvpool.metadata.index import PrefixIndex
+from kvpool.metadata.prefixes import Prefixes
 from kvpool.reports import LoadSample, PrefillSample, WorkerLoad, WorkerReport
 from kvpool.types import (
     BLOCK_HASH_BYTES,
@@ -47,6 +48,7 @@ ENTRIES = 1_000_000
 QUICK_ENTRIES = 200_000
 HOLDERS = 4
 HOT_HOLDERS = 100
+EVERYWHERE_HOLDERS = 500
 RUNS = 5
 DECISIONS_PER_RUN = 400
 PEER_TIMEOUT_S = 120.0
@@ -66,7 +68,7 @@ def run(*, quick: bool, peers: bool) -> list[Row]:
     rows: list[Row] = []
     for workers in DECISION_LIMIT_US:
         rows += decision_rows(workers, QUICK_ENTRIES if quick else ENTRIES, peers=peers)
-    rows.append(hot_row())
+    rows += [hot_row(), everywhere_row()]
     rows.append(herding_row())
     if not TRACE.exists():
         return [*rows, skipped("simulation", "conversation trace", f"{TRACE} is not in this installation")]
@@ -107,18 +109,31 @@ def decision_rows(workers: int, entries: int, *, peers: bool) -> list[Row]:
 
 def hot_row() -> Row:
     """The same when many of many workers hold its beginning, as with a system prompt: how candidates are pruned. It has
-    no bar: every holder is read out of the index, and who holds more of it where decides how many are tried."""
+    no bar: who holds more of it where decides how many are tried."""
     workers = max(DECISION_LIMIT_US)
     bench = _Decisions(workers, QUICK_ENTRIES)
     bench.heat(HOT_HOLDERS)
+    return _hot_row(bench, f"decision, {HOT_HOLDERS} of {workers} workers hold half the prompt", bar=None)
+
+
+def everywhere_row() -> Row:
+    """The same when half of the workers hold all of it."""
+    workers = max(DECISION_LIMIT_US)
+    bench = _Decisions(workers, QUICK_ENTRIES)
+    bench.heat(EVERYWHERE_HOLDERS, whole=True)
+    return _hot_row(bench, f"decision, {EVERYWHERE_HOLDERS} of {workers} workers hold the whole prompt", bar=1.0)
+
+
+def _hot_row(bench: _Decisions, name: str, bar: float | None) -> Row:
     bench.measure()
     ours = [bench.measure() for _ in range(RUNS)]
     return Row(
-        f"decision, {HOT_HOLDERS} of {workers} workers hold half the prompt",
+        name,
         statistics.median(ours),
-        DECISION_LIMIT_US[workers],
+        DECISION_LIMIT_US[max(DECISION_LIMIT_US)],
         "µs",
         REQUIREMENT,
+        bar=bar,
         higher_is_better=False,
         runs=RUNS,
         spread=spread(ours),
@@ -143,7 +158,7 @@ class _Decisions:
         for key in keys:
             self._core.on_member_change(_member(key), MemberState.ALIVE)
 
-    def prefixes(self, chain: Sequence[BlockHash]) -> dict[WorkerKey, dict[Tier, int]]:
+    def prefixes(self, chain: Sequence[BlockHash]) -> Prefixes:
         """The index as a directory, as the watcher offers it."""
         return self._index.prefixes(chain, learn=True)
 
@@ -163,12 +178,14 @@ class _Decisions:
             self._core.release(request_id)
         return statistics.median(taken) / 1e3
 
-    def heat(self, holders: int) -> None:
-        """From now on everybody asks for one chain, of which so many workers hold the first half, and a few more."""
+    def heat(self, holders: int, *, whole: bool = False) -> None:
+        """From now on everybody asks for one chain, of which so many workers hold the first half and a few more, or
+        all."""
         chain = tuple(BlockHash(self._rng.randbytes(BLOCK_HASH_BYTES)) for _ in range(CHAIN_BLOCKS))
         for place, key in enumerate(self._rng.sample(self._keys, holders)):
             stop = CHAIN_BLOCKS // 2 if place >= HOLDERS else self._rng.randrange(CHAIN_BLOCKS // 2, CHAIN_BLOCKS)
-            self._index.stored(key, Tier.DEVICE, chain[:stop], linked=True)
+            held = chain if whole else chain[:stop]
+            self._index.stored(key, Tier.DEVICE, held, linked=True)
         self._chains = [chain]
 
     def _fill(self, keys: list[WorkerKey], entries: int) -> None:

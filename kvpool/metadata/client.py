@@ -16,9 +16,9 @@ import grpc
 
 from kvpool.errors import KVPoolError, RequestError, UnavailableError
 from kvpool.metadata import wire
-from kvpool.metadata.index import Prefixes
 from kvpool.metadata.pins import Pin, PinView, Tending
 from kvpool.metadata.pins_wire import pin_to_wire, tending_from_wire, view_from_wire
+from kvpool.metadata.prefixes import Prefixes
 from kvpool.metadata.rpc import CHANNEL_OPTIONS, error_from_rpc
 from kvpool.metadata.security import Security
 from kvpool.metadata.v1 import metadata_pb2 as pb

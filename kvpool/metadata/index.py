@@ -24,14 +24,8 @@ from dataclasses import dataclass, field
 from kvpool.errors import CapacityError, InvariantViolation, StaleError
 from kvpool.metadata.events import Placement
 from kvpool.metadata.masks import MaskTable, block_hash, block_key
+from kvpool.metadata.prefixes import Prefixes, joined
 from kvpool.types import BlockHash, Tier, WorkerKey
-
-Prefixes = dict[WorkerKey, dict[Tier, int]]
-"""Per worker: leading blocks held in this tier *or a faster one*; tiers that add nothing are left out.
-
-``{DEVICE: 50, HOST: 80}`` is a prefix of 80 blocks of which the first 50 are on the device. The longest prefix is the
-largest value. Workers without the first block do not appear. Equal workers may share their value: do not write it.
-"""
 
 DEFAULT_MAX_ENTRIES = 10_000_000
 DEFAULT_MAX_WORKERS = 1024
@@ -281,11 +275,10 @@ class PrefixIndex:
             tier = tiers[0]
             shift = self._lanes[tier] * self._width
             steps, pieces = table.descend(chain, self._visible << shift)
-            result: Prefixes = {}
-            for blocks, bits in steps:
-                held = {tier: blocks}
-                for key in self._decoded.get(bits >> shift) or self._keys_of(bits >> shift):
-                    result[key] = held
+            known = self._decoded.get
+            result = joined(
+                [({tier: blocks}, known(bits >> shift) or self._keys_of(bits >> shift)) for blocks, bits in steps]
+            )
         else:
             result, pieces = self._descend_tiers(table, chain, tiers)
         if learn and pieces:
@@ -472,7 +465,7 @@ class PrefixIndex:
             last = stop
             if not alive[-1]:
                 break
-        result: Prefixes = {}
+        result: dict[WorkerKey, dict[Tier, int]] = {}
         for number, tier in enumerate(tiers if last else ()):
             for blocks, bits in (*steps[number], (last, alive[number])):
                 for key in self._keys_of(bits):

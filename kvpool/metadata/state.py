@@ -35,9 +35,10 @@ from kvpool.metadata.events import (
     SnapshotHeader,
     Welcome,
 )
-from kvpool.metadata.index import Prefixes, PrefixIndex
+from kvpool.metadata.index import PrefixIndex
 from kvpool.metadata.membership import MAX_NAME_LENGTH, DirectoryLimits, Member, check_compatible, check_info
 from kvpool.metadata.pins import Duty, Pin, PinBook, PinView, Tending, assign, refuse_full, view_of
+from kvpool.metadata.prefixes import Prefixes
 from kvpool.metadata.worker_totals import WorkerTotals
 from kvpool.reports import WorkerReport
 from kvpool.types import BlockHash, MemberInfo, MemberState, WorkerEpoch, WorkerId, WorkerKey

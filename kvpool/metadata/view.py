@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvpool.metadata.events import BlocksChanged, Delta, MemberChanged, MemberGone, Placement, Reported, SnapshotHeader
-from kvpool.metadata.index import Prefixes, PrefixIndex
+from kvpool.metadata.index import PrefixIndex
+from kvpool.metadata.prefixes import Prefixes
 from kvpool.metadata.state import apply_batch
 from kvpool.reports import WorkerReport
 from kvpool.types import BlockHash, MemberInfo, MemberState, Tier, WorkerKey

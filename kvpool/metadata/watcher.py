@@ -19,7 +19,8 @@ from kvpool.hashing import set_digest
 from kvpool.metadata import wire
 from kvpool.metadata.client import Endpoint, check_endpoints
 from kvpool.metadata.events import Delta, MemberChanged, MemberGone, MemberView, Reported
-from kvpool.metadata.index import DEFAULT_MAX_ENTRIES, DEFAULT_MAX_WORKERS, Prefixes
+from kvpool.metadata.index import DEFAULT_MAX_ENTRIES, DEFAULT_MAX_WORKERS
+from kvpool.metadata.prefixes import Prefixes
 from kvpool.metadata.rpc import error_from_rpc
 from kvpool.metadata.v1 import metadata_pb2 as pb
 from kvpool.metadata.view import DirectoryView, WatchedMember
@@ -114,7 +115,7 @@ class MetadataWatcher:
             return {member.info.key: member for member in self._view.members}
 
     def prefixes(self, chain: Sequence[BlockHash], *, group: int = 0) -> Prefixes:
-        """How long a prefix of ``chain`` every ``ALIVE`` worker holds: `kvpool.metadata.index.Prefixes`.
+        """How long a prefix of ``chain`` every ``ALIVE`` worker holds: `kvpool.metadata.prefixes.Prefixes`.
 
         The chain must have been hashed from tokens; its order is used to keep later lookups fast.
         """

@@ -30,7 +30,7 @@ from kvpool.metadata.events import (
     SnapshotHeader,
     Welcome,
 )
-from kvpool.metadata.index import Prefixes
+from kvpool.metadata.prefixes import Prefixes
 from kvpool.metadata.v1 import metadata_pb2 as pb
 from kvpool.reports import LoadSample, PrefillSample, RequestOutcome, WorkerLoad, WorkerReport
 from kvpool.types import (

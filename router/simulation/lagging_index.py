@@ -66,7 +66,7 @@ class LaggingIndex:
             self._note(found, alive, length, tier)
 
     def _note(self, found: dict[WorkerKey, dict[Tier, int]], mask: int, length: int, tier: Tier) -> None:
-        """A tier that adds nothing to a faster one is left out, as in `kvpool.metadata.index.Prefixes`."""
+        """A tier that adds nothing to a faster one is left out, as in `kvpool.metadata.prefixes.Prefixes`."""
         while mask:
             low = mask & -mask
             known = found.setdefault(self.keys[low.bit_length() - 1], {})

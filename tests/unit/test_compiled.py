@@ -40,7 +40,9 @@ def test_no_call_compiles_later() -> None:
 def test_arrays_that_do_not_fit_are_refused() -> None:
     table, work, kept = (np.zeros((rows, 3)) for rows in (kernel.TABLE_ROWS, kernel.WORK_ROWS, kernel.KEPT_ROWS))
     sheet = np.zeros(kernel.TERMS + kernel.HELD_COLUMNS)
-    score_redo, best_load, stripes_reach, best_stripes = compiled.kernels()
+    score_redo, best_load, first_holders, stripes_reach, best_stripes = compiled.kernels()
+    with pytest.raises(AssertionError):
+        first_holders(table, np.array([0, 3]), np.zeros(4), 0.0)
     for wrong in (np.zeros((kernel.KEPT_ROWS, 2)), np.zeros((kernel.KEPT_ROWS, 4))):
         with pytest.raises(AssertionError):
             score_redo(table, work, wrong, sheet)
