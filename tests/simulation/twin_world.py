@@ -7,7 +7,7 @@ although they had been computed, or had arrived, on this worker already? One hea
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -41,31 +41,27 @@ class Link:
     Attributes:
         block_ns: what a block takes.
         fault_after: how many blocks come before the fault; None for no fault.
-        crawl: a block takes so many times longer after the fault; None for nothing more comes, noticed after
-            ``notice_ns``.
+        crawl: a block takes so many times longer after the fault; None for nothing more comes. A load whose next block
+            takes longer than its plan's stall time is over after that.
     """
 
     block_ns: int
     fault_after: int | None = None
     crawl: int | None = None
-    notice_ns: int = 2 * MS
     sent: int = 0
-    free_ns: int = 0
+    busy: bool = False
+    queue: deque[tuple[_Load, int]] = field(default_factory=deque)
 
-    def send(self, now_ns: int) -> int | None:
-        """When one more block is there, None for never."""
-        broken = self.fault_after is not None and self.sent >= self.fault_after
-        if broken and self.crawl is None:
-            return None
-        self.sent += 1
-        self.free_ns = max(self.free_ns, now_ns) + self.block_ns * (self.crawl if broken and self.crawl else 1)
-        return self.free_ns
+    def broken(self) -> bool:
+        """The fault is there."""
+        return self.fault_after is not None and self.sent >= self.fault_after
 
 
 @dataclass
 class _Load:
     order: LoadOrder
     arrived: set[int] = field(default_factory=set)
+    left: int = 0
     over: bool = False
 
 
@@ -141,7 +137,7 @@ class TwinWorld:
     def _take_events(self, until_ns: int) -> None:
         while self._events and self._events[0][0] <= until_ns:
             at_ns, _, event = heapq.heappop(self._events)
-            self.now_ns = max(self.now_ns, at_ns) if at_ns <= until_ns else self.now_ns
+            self.now_ns = max(self.now_ns, at_ns)
             event()
 
     def _submit(self, name: str, prompt: list[int], plan: Plan, max_tokens: int) -> None:
@@ -163,23 +159,43 @@ class TwinWorld:
         plan = order.sequence.plan
         self.loads_ordered[order.sequence.request_id] += 1
         plan = tail_first(plan) if plan.kind is PlanKind.SPLIT else plan
-        last_ns = self.now_ns
         for part in plan.loads:
+            blocks = [index for index in range(part.start, part.stop) if index in order.pages]
+            load.left += len(blocks)
             link = self.links[part.holder.worker_id]
-            for index in range(part.start, part.stop):
-                if index not in order.pages:
-                    continue
-                at_ns = link.send(self.now_ns)
-                if at_ns is None:
-                    self._at(max(self.now_ns, link.free_ns) + link.notice_ns, lambda: self._over(load))
-                    return
-                last_ns = max(last_ns, at_ns)
-                self._at(at_ns, lambda index=index: self._arrive(load, index))  # type: ignore[misc]
-        self._at(last_ns, lambda: self._over(load))
+            link.queue.extend((load, index) for index in blocks)
+            self._pump(link)
 
-    def _arrive(self, load: _Load, index: int) -> None:
+    def _pump(self, link: Link) -> None:
+        """Send the next block that somebody still wants."""
+        while link.queue and not link.busy:
+            load, index = link.queue.popleft()
+            if not load.over:
+                link.busy = True
+                self._send(link, load, index)
+
+    def _send(self, link: Link, load: _Load, index: int) -> None:
+        stall_ns, block_ns = load.order.sequence.plan.stall_ns, link.block_ns
+        if link.broken():
+            block_ns = stall_ns + 1 if link.crawl is None else block_ns * link.crawl
+        if block_ns > stall_ns:
+            self._at(self.now_ns + stall_ns, lambda: self._stall(link, load))
+            return
+        link.sent += 1
+        self._at(self.now_ns + block_ns, lambda: self._arrive(link, load, index))
+
+    def _arrive(self, link: Link, load: _Load, index: int) -> None:
+        link.busy = False
+        load.left -= 1
         if not load.over:
             load.arrived.add(index)
+            load.over = not load.left
+        self._pump(link)
+
+    def _stall(self, link: Link, load: _Load) -> None:
+        link.busy = False
+        self._over(load)
+        self._pump(link)
 
     def _over(self, load: _Load) -> None:
         load.over = True
@@ -284,7 +300,8 @@ def _over(sequence: Sequence) -> bool:
 def plan_of(
     kind: PlanKind, start: int, stop: int, links: dict[str, Link], *, holder: str = "peer", deadline_ns: int = 0
 ) -> Plan:
-    """As a router would: it expects the link to hold its speed, and gives a load three times that."""
+    """As a router would: it expects the link to hold its speed, gives a load three times that, and drops a source that
+    sends nothing for a tenth of it."""
     if kind is PlanKind.REDO:
         return REDO
     expected_ns = (stop - start) * links[holder].block_ns
@@ -293,7 +310,7 @@ def plan_of(
         kind,
         (LoadSlice(start, stop, key, "memory", b"", Tier.HOST),),
         load_deadline_ns=deadline_ns or 3 * expected_ns,
-        stall_ns=1,
+        stall_ns=max(expected_ns // 10, 2 * links[holder].block_ns, MS),
         predicted_load_ns=expected_ns,
         predicted_ttft_ns=expected_ns,
     )
