@@ -100,9 +100,10 @@ def _detach_output(cluster: Cluster) -> None:
 
 
 def stop_supervisor(state: ClusterState, timeout_s: float) -> bool:
-    """Ask a supervisor to end and wait; True when it is gone."""
+    """Ask a supervisor to end and wait; True when it is gone. One that was stopped goes on to do so."""
     try:
         os.kill(state.pid, signal.SIGTERM)
+        os.kill(state.pid, signal.SIGCONT)
     except ProcessLookupError:
         return True
     deadline_s = time.monotonic() + timeout_s

@@ -4,16 +4,22 @@ that owns it."""
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
 from kvpool.cluster.guardian import spawn_guardian
 from kvpool.cluster.launcher import Cluster, _Launched, _placement
+from kvpool.cluster.state import ClusterState
+from kvpool.cluster.supervisor import stop_supervisor
 from kvpool.config import ClusterConfig
 from kvpool.errors import ConfigError
 
@@ -83,3 +89,15 @@ def test_an_unknown_policy_is_refused_before_anything_is_started(monkeypatch: py
     monkeypatch.setattr("kvpool.cluster.launcher.resolve_model", lambda _: pytest.fail("too late"))
     with pytest.raises(ConfigError, match="did you mean 'kvpool'"):
         Cluster.start(ClusterConfig.model_validate({"router": {"policy": "kvpol"}}))
+
+
+def test_a_supervisor_that_was_stopped_goes_on_and_ends_when_it_is_asked_to() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    try:
+        created_s = psutil.Process(process.pid).create_time()
+        state = ClusterState("c", "127.0.0.1:1", (), process.pid, created_s, "/tmp/x")
+        process.send_signal(signal.SIGSTOP)
+        assert stop_supervisor(state, 30.0)
+    finally:
+        process.kill()
+        process.wait()
