@@ -66,6 +66,7 @@ class Attempts:
         self._served: set[WorkerKey] = set()
         self._failures = 0
         self._attempts = 0
+        self._waits = False  # at the router, which asked to be asked again
         self._serving: WorkerKey | None = None
 
     async def run(self) -> AsyncGenerator[TokenChunk]:
@@ -77,6 +78,15 @@ class Attempts:
             UnavailableError: too many attempts failed in a row, or there is no cluster any more.
             KVPoolError: the request was refused or cannot be served.
         """
+        try:
+            async with contextlib.aclosing(self._run()) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            if self._waits:
+                self._connection.leave(self._request.request_id)
+
+    async def _run(self) -> AsyncGenerator[TokenChunk]:
         backoff_s = FIRST_BACKOFF_S
         while True:
             self._attempts += 1
@@ -85,8 +95,7 @@ class Attempts:
             try:
                 route = await self._route()
                 if route is None:
-                    yield _cancelled_chunk(self._request, UNROUTED, self._attempts)
-                    return
+                    break
                 async with contextlib.aclosing(self._serve(route)) as chunks:
                     async for chunk in chunks:
                         yield chunk
@@ -96,13 +105,17 @@ class Attempts:
                 if len(self._delivered) > delivered_before:
                     backoff_s, self._failures = FIRST_BACKOFF_S, 0
                 self._weigh(error, route)
-            asked_s = _retry_after_s(last_error)
-            pause_s = asked_s or backoff_s
+            asked_s = retry_after_s(last_error)
+            if asked_s is None:
+                pause_s, backoff_s = backoff_s, min(backoff_s * 2, MAX_BACKOFF_S)
+            else:  # until the last moment: its turn may come sooner than the router thinks
+                pause_s = min(asked_s, max(0.5 * self._remaining_s(), FIRST_BACKOFF_S))
+                self._attempts -= 1
             if time.monotonic() + pause_s >= self._deadline_s:
                 raise self._too_late(last_error) from last_error
-            await self._pause(pause_s)
-            if asked_s is None:
-                backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
+            if await self._cancelled_within(pause_s):
+                break
+        yield _cancelled_chunk(self._request, UNROUTED, self._attempts)
 
     def _weigh(self, error: KVPoolError, route: Route | None) -> None:
         """What an attempt's end says about the next one; raises when there should be none."""
@@ -152,6 +165,8 @@ class Attempts:
         finally:
             waiter.cancel()
             await _give_up(asking)
+            error = None if asking.cancelled() else asking.exception()
+            self._waits = error is not None and retry_after_s(error) is not None
 
     async def _serve(self, route: Route) -> AsyncGenerator[TokenChunk]:
         """Chunks of one attempt, on one worker or handed over after the first token."""
@@ -241,15 +256,11 @@ class Attempts:
     def _remaining_s(self) -> float:
         return max(0.001, self._deadline_s - time.monotonic())
 
-    async def _pause(self, seconds: float) -> None:
+    async def _cancelled_within(self, seconds: float) -> bool:
+        """Wait so long, or until the user cancels."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._cancelled.wait(), seconds)
-
-
-def _retry_after_s(error: KVPoolError) -> float | None:
-    """When the router wants to be asked again, None when it did not say."""
-    asked = error.details.get("retry_after_s")
-    return min(float(asked), MAX_ASKED_S) if isinstance(error, CapacityError) and asked else None
+        return self._cancelled.is_set()
 
 
 async def _give_up(future: asyncio.Future[Any]) -> None:
@@ -284,6 +295,14 @@ def _cancelled_chunk(request: GenerateRequest, worker_id: WorkerId, attempts: in
         attempts=attempts,
     )
     return TokenChunk(request.request_id, (), finish=FinishReason.CANCELLED, stats=stats)
+
+
+def retry_after_s(error: BaseException) -> float | None:
+    """When the router wants to be asked again; None when it did not say, and the error ends an attempt."""
+    if not isinstance(error, CapacityError) or isinstance(error, OverloadError):
+        return None
+    asked = error.details.get("retry_after_s")
+    return min(float(asked), MAX_ASKED_S) if asked else None
 
 
 def is_final(error: KVPoolError) -> bool:

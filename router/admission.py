@@ -2,12 +2,12 @@
 
     no limits                                    → admit, after waiting at the router while workers have more than
                                                    enough to do (`router.waiting`), and after yielding a moment to
-                                                   waiting ones of higher priority
+                                                   those of higher priority that wait for slow decoding
     expected first token beyond its limit        → degrade if it may, else shed: waiting outside the workers' queues,
                                                    which the expectation contains, would not make it sooner
     every worker decodes too slowly for it       → queue while there is time left before its first token is due, then
                                                    degrade or shed
-    somebody of higher priority queues           → queue, while there is time left
+    somebody of higher priority queues for that  → queue, while there is time left
 
 A queued request waits at its client, which asks again; the router keeps only who waits with which priority, for as
 long as they keep asking. Nothing is shed that carries no limit.
@@ -23,8 +23,9 @@ from router.waiting import MAX_YIELD_NS, POLL_NS, poll_ns
 
 MAX_QUEUE_NS = 30_000_000_000
 """A request without a limit on its first token waits for a worker that decodes fast enough for no longer than this."""
-MAX_HOLD_NS = 60_000_000_000
-"""A request waits for a worker to come near the end of its queue for no longer than this."""
+MAX_HOLD_NS = 600_000_000_000
+"""A request waits for a worker to come near the end of its queue for no longer than this. An end for the worst case:
+whoever is sent on before its turn is bound early, and in a long overload that would be everybody."""
 WORKERS_BUSY = "busy"
 MIN_RETRY_NS, MAX_RETRY_NS = 100_000_000, 60_000_000_000
 
@@ -77,10 +78,10 @@ def admit(limits: Limits, forecast: Forecast) -> Ruling:
         return Ruling(Admission.QUEUE, "tpot", POLL_NS)
     if slow:
         return _too_much(limits, "tpot", float(POLL_NS))
-    if forecast.outranked and _time_left_ns(limits, late_ns, forecast, MAX_YIELD_NS) > POLL_NS:
-        return Ruling(Admission.QUEUE, "", POLL_NS)
     if forecast.hold_ns > 0.0 and limits.ttft_ns is None and forecast.elapsed_ns < MAX_HOLD_NS:
         return Ruling(Admission.QUEUE, WORKERS_BUSY, poll_ns(forecast.hold_ns))
+    if forecast.outranked and _time_left_ns(limits, late_ns, forecast, MAX_YIELD_NS) > POLL_NS:
+        return Ruling(Admission.QUEUE, "", POLL_NS)
     return Ruling(Admission.ADMIT)
 
 

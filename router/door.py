@@ -85,7 +85,9 @@ class Door:
         hold_ns = 0.0 if turn is None else self._hold_ns(meta.request_id, exclude, turn, snapshot)
         ruling = admit(limits, Forecast(decision.price_ns, tpot_ns, meta.elapsed_ns, outranked, hold_ns))
         if ruling.admission is Admission.QUEUE:
-            self._room.enter(meta.request_id, limits.priority, turn, now_ns + ruling.retry_after_ns)
+            slow = ruling.missed == "tpot"
+            back_ns = now_ns + ruling.retry_after_ns
+            self._room.enter(meta.request_id, back_ns, None if slow else turn, limits.priority if slow else None)
         else:
             self._room.leave(meta.request_id)
         return ruling
@@ -105,12 +107,16 @@ class Door:
         if wait_ns <= hold.free_ns:
             return None
         work_ns = decision.promise.gpu_ns
-        return Turn(hold.due_ns(now_ns - meta.elapsed_ns, work_ns, meta.limits.priority), work_ns)
+        due_ns = hold.due_ns(now_ns - meta.elapsed_ns, work_ns, meta.limits.priority)
+        return Turn(due_ns, work_ns, decision.position)
 
     def _hold_ns(self, request_id: RequestId, exclude: frozenset[WorkerKey], turn: Turn, snapshot: Snapshot) -> float:
-        """For how long the work before a request keeps the workers more than busy enough."""
+        """For how long the work before a request keeps the workers more than busy enough, or its own worker."""
         backlog_ns, workers = mean_backlog_ns(snapshot, exclude)
-        return backlog_ns + self._room.ahead_ns(request_id, turn) / workers - self._hold.backlog_ns
+        ahead_ns, same_ns = self._room.ahead_ns(request_id, turn)
+        hold_ns = backlog_ns + ahead_ns / workers - self._hold.backlog_ns
+        own_ns = snapshot.columns.gpu_free_ns.item(turn.position) - snapshot.now_ns + same_ns - self._hold.free_ns
+        return min(hold_ns, own_ns)
 
 
 def mean_backlog_ns(snapshot: Snapshot, exclude: frozenset[WorkerKey]) -> tuple[float, int]:

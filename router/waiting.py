@@ -6,10 +6,11 @@ turn comes another worker may have its prefix or be free, and a short request st
 wait at the router (each at its client, which asks again), and are decided when a worker is about to need them, in the
 order of their *due* moments:
 
-    due = arrival + age · prefill − priority · yield
+    due = arrival + age · prefill − head start of its priority
 
-Everybody gets older at the same pace, so nobody waits for requests that come more than ``age`` times its own prefill
-after it: short ones pass long ones, and long ones are not forgotten.
+Everybody gets older at the same pace, so nobody waits for requests of its priority that come more than ``age`` times
+its own prefill after it: short ones pass long ones, and long ones are not forgotten. Head starts of priorities have an
+end, so low ones are not forgotten either.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
 
 from kvpool.types import RequestId
 
@@ -27,8 +30,16 @@ GRACE_NS = 900_000_000
 MAX_POLL_NS = 5_000_000_000
 """It asks again after this time at the latest, however long the queue."""
 MAX_YIELD_NS = 2_000_000_000
-"""A request without a limit on its first token yields to each higher level of priority for no longer than this."""
+"""A request without a limit on its first token yields to a priority that is one higher for no longer than this."""
+MAX_HEAD_START_NS = 30_000_000_000
+"""What the highest priorities gain and the lowest lose: so nobody is passed by those who come a minute after it."""
 MAX_WAITING = 10_000
+"""Whoever comes when so many wait, waits as well, and stands before nobody until there is a place."""
+MIN_PLACES = 64
+
+_UNTIL, _DUE, _WORK, _POSITION = range(4)
+NOBODY = (math.inf, math.inf, 0.0, -1.0)
+"""What the room's table says of a free place, row by row: when its owner has given up, and its `Turn`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +59,8 @@ class Hold:
 
     def due_ns(self, arrival_ns: float, prefill_ns: float, priority: int) -> float:
         """When it is the request's turn, compared with others."""
-        return arrival_ns + self.age * prefill_ns - float(priority) * MAX_YIELD_NS
+        head_start_ns = priority * MAX_YIELD_NS / (1.0 + abs(priority) * MAX_YIELD_NS / MAX_HEAD_START_NS)
+        return arrival_ns + self.age * prefill_ns - head_start_ns
 
 
 NEVER = Hold(backlog_ns=math.inf, free_ns=math.inf)
@@ -56,61 +68,91 @@ NEVER = Hold(backlog_ns=math.inf, free_ns=math.inf)
 
 
 def poll_ns(wait_ns: float) -> int:
-    """When a request that is to wait this long asks again: half way, so that it comes in time and not too often."""
-    return round(min(max(0.5 * wait_ns, POLL_NS), MAX_POLL_NS))
+    """When a request that is to wait this long asks again: half way, so that it comes in time and not too often. Those
+    who wait long are spread over a quarter of the longest time, so that a burst does not come back as one."""
+    most_ns = 0.75 * MAX_POLL_NS + wait_ns % (0.25 * MAX_POLL_NS) if wait_ns < math.inf else MAX_POLL_NS
+    return round(min(max(0.5 * wait_ns, POLL_NS), most_ns))
 
 
 class Turn(NamedTuple):
-    """Place of a request in the queue: when it is due, and its prefill time."""
+    """Place of a request in the queue: when it is due, its prefill time, and the position of the worker that it would
+    have now."""
 
     due_ns: float
     work_ns: float
-
-
-class _Waiter(NamedTuple):
-    priority: int
-    turn: Turn | None
-    until_ns: int
+    position: int = 0
 
 
 class WaitingRoom:
-    """Who was told to wait and keeps asking. Not thread-safe; bounded."""
+    """Who was told to wait and keeps asking. Not thread-safe; bounded.
+
+    Everybody has a place, a column of one table, so that a request is compared with thousands in microseconds.
+    """
 
     def __init__(self) -> None:
-        self._waiting: dict[RequestId, _Waiter] = {}
+        self._places: dict[RequestId, int] = {}
+        self._names: list[RequestId] = []  # by place; of a free one, who had it last
+        self._free: list[int] = []
+        self._table = np.empty((len(NOBODY), 0))
+        self._blocking: dict[RequestId, int] = {}
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._places)
 
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._waiting
 
     def expire(self, now_ns: int) -> None:
         """Forget who has given up."""
-        if self._waiting:
-            self._waiting = {name: waiter for name, waiter in self._waiting.items() if waiter.until_ns > now_ns}
+        for place in np.flatnonzero(self._table[_UNTIL] <= now_ns).tolist():
+            self.leave(self._names[place])
 
     def outranks(self, priority: int) -> bool:
-        """Somebody of a higher priority waits."""
-        return any(waiter.priority > priority for waiter in self._waiting.values())
+        """Somebody of a higher priority waits for something else than a worker's turn."""
+        return any(blocking > priority for blocking in self._blocking.values())
 
-    def ahead_ns(self, request_id: RequestId, turn: Turn) -> float:
-        """Prefill work of those whose turn is before a request's."""
-        due_ns, ahead_ns = turn.due_ns, 0.0
-        for name, waiter in self._waiting.items():
-            if waiter.turn is not None and waiter.turn.due_ns < due_ns and name != request_id:
-                ahead_ns += waiter.turn.work_ns
-        return ahead_ns
+    def ahead_ns(self, request_id: RequestId, turn: Turn) -> tuple[float, float]:
+        """Prefill work of those whose turn is before a request's, and how much of it would go to the same worker."""
+        table = self._table
+        ahead = (table[_DUE] < turn.due_ns) * table[_WORK]
+        own = self._places.get(request_id)
+        if own is not None:
+            ahead[own] = 0.0
+        return float(ahead.sum()), float(ahead @ (table[_POSITION] == turn.position))
 
-    def enter(self, request_id: RequestId, priority: int, turn: Turn | None, back_ns: int) -> None:
+    def enter(self, request_id: RequestId, back_ns: int, turn: Turn | None, blocking: int | None = None) -> None:
         """A request waits, and will ask again at ``back_ns``; one that does not has given up.
 
         Args:
-            turn: its place among those that wait for workers; None when it waits for something else.
+            turn: its place among those that wait for workers; None when it stands before nobody.
+            blocking: its priority, to which lower ones yield meanwhile; None when nobody yields to it.
         """
-        if request_id in self._waiting or len(self._waiting) < MAX_WAITING:
-            self._waiting[request_id] = _Waiter(priority, turn, back_ns + GRACE_NS)
+        place = self._places.get(request_id)
+        if place is None:
+            if len(self._places) >= MAX_WAITING:
+                return
+            place = self._take_place(request_id)
+        self._table[:, place] = (back_ns + GRACE_NS, *(NOBODY[_DUE:] if turn is None else turn))
+        self._blocking.pop(request_id, None)
+        if blocking is not None:
+            self._blocking[request_id] = blocking
 
     def leave(self, request_id: RequestId) -> None:
         """It starts, is refused, or was cancelled."""
-        self._waiting.pop(request_id, None)
+        place = self._places.pop(request_id, None)
+        if place is not None:
+            self._table[:, place] = NOBODY
+            self._free.append(place)
+            self._blocking.pop(request_id, None)
+
+    def _take_place(self, request_id: RequestId) -> int:
+        if not self._free:
+            have = len(self._names)
+            more = min(max(have, MIN_PLACES), MAX_WAITING - have)
+            self._table = np.append(self._table, np.tile(np.array(NOBODY)[:, None], more), axis=1)
+            self._names += [request_id] * more
+            self._free = list(range(have, have + more))[::-1]
+        place = self._free.pop()
+        self._names[place] = request_id
+        self._places[request_id] = place
+        return place

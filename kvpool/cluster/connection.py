@@ -36,7 +36,7 @@ from kvpool.hashing import Namespace
 from kvpool.plan import HandOver, Route
 from kvpool.request import GenerateRequest, TokenChunk
 from kvpool.tokenizer import TokenizerFiles
-from kvpool.types import WorkerId, WorkerKey
+from kvpool.types import RequestId, WorkerId, WorkerKey
 
 LIVENESS_PERIOD_S = 1.0
 CALL_TIMEOUT_S = 10.0
@@ -165,6 +165,11 @@ class ClusterConnection:
         """Nobody follows a route, or goes on ``followed`` one: its router drops what it promised for it."""
         for router in self._routers.names:
             self._tell(router, "release", route.request_id, followed)
+
+    def leave(self, request_id: RequestId) -> None:
+        """The request asks no more, and waits at no router."""
+        for router in self._routers.names:
+            self._tell(router, "release", request_id, True)
 
     async def ask_router(self, method: str, *args: Any, key: str = "", timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """Call a method of one router, of another one where that is unavailable or silent.

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
+from kvpool.attempts import retry_after_s
 from kvpool.cluster.connection import ClusterConnection, ClusterInfo
 from kvpool.cluster.merge import merge
 from kvpool.cluster.routers import ROUTER_NAME
@@ -111,7 +112,10 @@ class RecordingConnection(ClusterConnection):
         try:
             route = await super().route(request, exclude, timeout_s)
         except KVPoolError as error:
-            self._end(request, number, error.code)
+            if retry_after_s(error) is None:
+                self._end(request, number, error.code)
+            else:  # it waits at the router, which is no attempt
+                self._numbers[request.request_id] = number - 1
             raise
         changed = self._forced.change(request, route) if self._forced is not None and number == 1 else None
         route = changed or route

@@ -42,6 +42,7 @@ class Cluster:
         self.refusals: list[Any] = []  # what `route` does first, one entry per call
         self.routed: list[WorkerKey] = []
         self.given_back: list[Route] = []
+        self.left: list[RequestId] = []
         self.handing_over = False  # the first worker gives one token, the second goes on
         self.requests: list[GenerateRequest] = []
         self.streams = 0
@@ -76,6 +77,9 @@ class Cluster:
 
     def give_back(self, route: Route, *, followed: bool = False) -> None:
         self.given_back.append(route)
+
+    def leave(self, request_id: RequestId) -> None:
+        self.left.append(request_id)
 
     async def stream(self, route: Route, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[TokenChunk]:
         self.requests.append(request)
@@ -168,6 +172,47 @@ def test_a_queued_request_asks_again_until_the_last_moment_of_its_budget(monkeyp
     cluster = Cluster()
     cluster.refusals = [CapacityError("requests of higher priority wait", retry_after_s=0.001)] * 5
     assert len(_ask(cluster, timeout_s=30.0).tokens) == 3
+
+
+def test_waiting_at_the_router_is_no_attempt() -> None:
+    cluster = Cluster([UnavailableError("died")])
+    cluster.refusals = [CapacityError("busy", retry_after_s=0.001)] * 5
+    assert _ask(cluster).stats.attempts == 2
+    assert not cluster.left  # it was decided
+
+
+def test_a_request_is_asked_about_again_before_its_budget_ends_however_late_the_router_wants_it() -> None:
+    cluster = Cluster()
+    cluster.refusals = [CapacityError("the workers are busy", retry_after_s=5.0)]
+    assert len(_ask(cluster, timeout_s=1.0).tokens) == 3
+    cluster.refusals = [CapacityError("the workers are busy", retry_after_s=5.0)] * 100
+    with pytest.raises(DeadlineError, match="the workers are busy"):
+        _ask(cluster, timeout_s=0.1)
+    assert 0 < len(cluster.refusals) < 99
+    assert len(cluster.left) == 1
+
+
+@pytest.mark.parametrize("how", ["by name", "its task"])
+def test_who_is_cancelled_while_it_waits_ends_at_once_and_leaves_its_place(how: str) -> None:
+    async def run() -> Cluster:
+        cluster = Cluster()
+        cluster.refusals = [CapacityError("the workers are busy", retry_after_s=5.0), RequestError("asked again")]
+        client = AsyncKVPoolClient.of(cluster)  # type: ignore[arg-type]
+        running = asyncio.ensure_future(client.generate([1], request_id="r"))
+        while len(cluster.refusals) > 1:
+            await asyncio.sleep(0)
+        if how == "by name":
+            assert await client.cancel("r")
+            assert (await asyncio.wait_for(running, 4.0)).finish is FinishReason.CANCELLED
+        else:
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+        return cluster
+
+    cluster = asyncio.run(run())
+    assert cluster.left == [RequestId("r")]
+    assert len(cluster.refusals) == 1
 
 
 def test_a_full_cluster_is_waited_for_as_long_as_the_budget_lasts() -> None:

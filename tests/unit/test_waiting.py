@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from kvpool.errors import CapacityError, RequestError
 from kvpool.reports import WorkerLoad
-from kvpool.request import Limits
+from kvpool.request import MAX_PRIORITY, Limits
 from kvpool.types import RequestId
 from router.core import RouterCore
 from router.waiting import GRACE_NS, MAX_POLL_NS, MAX_WAITING, MAX_YIELD_NS, POLL_NS, Hold, Turn, WaitingRoom, poll_ns
@@ -20,42 +22,60 @@ HOLD = Hold()
 
 def test_the_waiting_room_forgets_who_stops_asking_and_is_bounded() -> None:
     room = WaitingRoom()
-    room.enter(A, 5, None, back_ns=POLL_NS)
+    room.enter(A, POLL_NS, None, blocking=5)
     room.expire(POLL_NS + GRACE_NS - 1)
     assert room.outranks(0)
     assert not room.outranks(5)
     room.expire(POLL_NS + GRACE_NS)
     assert len(room) == 0
     for number in range(MAX_WAITING + 5):
-        room.enter(RequestId(str(number)), 1, None, 0)
+        room.enter(RequestId(str(number)), 0, Turn(number, 1.0))
     assert len(room) == MAX_WAITING
     room.leave(RequestId("3"))
     assert len(room) == MAX_WAITING - 1
+    late = RequestId(str(MAX_WAITING + 1))
+    assert room.ahead_ns(late, Turn(MAX_WAITING + 1, 1.0))[0] == MAX_WAITING - 1  # who found no place has its turn
+    room.enter(late, 0, Turn(MAX_WAITING + 1, 1.0))
+    assert room.ahead_ns(A, Turn(math.inf, 1.0))[0] == MAX_WAITING
+    room.expire(GRACE_NS)
+    assert len(room) == 0
+    assert room.ahead_ns(A, Turn(math.inf, 1.0))[0] == 0.0
 
 
 def test_only_work_whose_turn_is_earlier_is_ahead_of_a_request() -> None:
     room = WaitingRoom()
-    room.enter(A, 0, Turn(1.0, 10.0), S)
-    room.enter(B, 0, Turn(2.0, 20.0), S)
-    room.enter(C, 0, None, S)  # waits for something else
-    assert room.ahead_ns(RequestId("d"), Turn(3.0, 1.0)) == 30.0
-    assert room.ahead_ns(B, Turn(2.0, 20.0)) == 10.0
-    assert room.ahead_ns(A, Turn(1.0, 10.0)) == 0.0
-    room.enter(A, 0, Turn(5.0, 10.0), S)  # asked again: it has aged differently
-    assert room.ahead_ns(B, Turn(2.0, 20.0)) == 0.0
+    room.enter(A, S, Turn(1.0, 10.0, 0))
+    room.enter(B, S, Turn(2.0, 20.0, 1))
+    room.enter(C, S, None)  # waits for something else
+    assert room.ahead_ns(RequestId("d"), Turn(3.0, 1.0, 1)) == (30.0, 20.0)
+    assert room.ahead_ns(B, Turn(2.0, 20.0, 1)) == (10.0, 0.0)
+    assert room.ahead_ns(A, Turn(1.0, 10.0, 0)) == (0.0, 0.0)
+    room.enter(A, S, Turn(5.0, 10.0, 0))  # asked again: it has aged differently
+    assert room.ahead_ns(B, Turn(2.0, 20.0, 0)) == (0.0, 0.0)
+    assert room.ahead_ns(A, Turn(5.0, 10.0, 1)) == (20.0, 20.0)  # never behind itself
 
 
 def test_short_requests_pass_long_ones_but_only_those_that_came_shortly_before() -> None:
     long_one = HOLD.due_ns(0.0, 2.0 * S, 0)
     assert HOLD.due_ns(1.0 * S, 0.1 * S, 0) < long_one
     assert HOLD.due_ns(0.0 + HOLD.age * 2.0 * S, 0.1 * S, 0) > long_one
-    assert HOLD.due_ns(1.0 * S, 2.0 * S, 1) == HOLD.due_ns(1.0 * S, 2.0 * S, 0) - MAX_YIELD_NS
+    lead_ns = HOLD.due_ns(1.0 * S, 2.0 * S, 0) - HOLD.due_ns(1.0 * S, 2.0 * S, 1)
+    assert 0.9 * MAX_YIELD_NS < lead_ns <= MAX_YIELD_NS
+
+
+def test_every_priority_is_due_before_lower_ones_and_none_before_those_who_came_a_minute_earlier() -> None:
+    dues = [HOLD.due_ns(0.0, S, priority) for priority in range(-MAX_PRIORITY, MAX_PRIORITY + 1)]
+    assert dues == sorted(set(dues), reverse=True)
+    assert dues[0] < HOLD.due_ns(60.0 * S, S, MAX_PRIORITY)
 
 
 def test_who_waits_asks_again_half_way() -> None:
     assert poll_ns(4.0 * S) == 2 * S
     assert poll_ns(1.0) == POLL_NS
-    assert poll_ns(1e15) == MAX_POLL_NS
+    later = [poll_ns(10.0 * S + number * 0.1 * S) for number in range(100)]  # a burst that comes back spread
+    assert len(set(later)) > 10
+    assert 0.7 * MAX_POLL_NS <= min(later) <= max(later) <= MAX_POLL_NS
+    assert poll_ns(math.inf) == MAX_POLL_NS
 
 
 # -- the router
@@ -111,6 +131,26 @@ def test_a_worker_that_is_nearly_free_takes_who_chooses_it_however_busy_the_othe
     core, _ = slow_core()
     load(core, (0.3, 30.0), 2)
     assert core.route(meta("r")).worker == key(0)
+
+
+def test_who_waits_asks_again_before_the_worker_that_it_would_have_is_free() -> None:
+    core, clock = slow_core()
+    load(core, (30.0, 1.3), 2)
+    retry_s = asks(core, "r")
+    assert retry_s is not None
+    assert retry_s < 1.3 - HOLD.free_ns / S
+    second_s = asks(core, "behind it", tokens=16_000, salt=b"b")
+    assert second_s is not None
+    assert second_s > retry_s  # not all at once
+    clock.now_ns += 801 * MS
+    assert asks(core, "r", elapsed_ns=801 * MS) is None
+
+
+def test_a_low_priority_does_not_leave_its_worker_idle_for_a_high_one_that_waits_for_another_worker() -> None:
+    core, _ = slow_core()
+    load(core, (8.0, 0.0), 2)
+    assert asks(core, "high", exclude=frozenset({key(1)}), limits=Limits(priority=5)) is not None
+    assert core.route(meta("low", salt=b"l")).worker == key(1)
 
 
 def test_who_is_first_due_starts_first_though_another_asks_before_it() -> None:
