@@ -100,7 +100,7 @@ class WaitingRoom:
         return len(self._places)
 
     def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._waiting
+        return request_id in self._places
 
     def expire(self, now_ns: int) -> None:
         """Forget who has given up."""
