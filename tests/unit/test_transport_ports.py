@@ -11,7 +11,6 @@ from kvpool.transport.ucx import fabric
 from kvpool.transport.ucx.address import seal
 from kvpool.transport.ucx.fabric import MAX_PORTS, PortSet
 
-
 A = seal(b"a")
 
 
