@@ -5,7 +5,8 @@
 sets and takes none away, and no plan gets dearer by it. What a set is worth depends on the set alone:
 
 - every holder of it could start before the load has ended, or the set without it is better;
-- there are `MIN_STRIPE_BLOCKS` for each of its holders to bring.
+- there are `MIN_STRIPE_BLOCKS` of the prefix for each of its holders. Not of what is missing: then a reader that has
+  more could use fewer holders, and having more would make it dearer.
 
 A holder to which as many others are preferable as one load may have (sooner, faster and less likely to fail) is in no
 best set and is left out. Bounds on the work, which large clusters reach: `LENGTHS`, `POOL`, `WAYS`, and the rows of
@@ -339,7 +340,7 @@ def _best_set(
     """The best of all sets of candidates on a worker, the smaller of equals; and the least that others score."""
     best, others = _no_plan(), math.inf
     number = candidates.shape[0]
-    for count in range(2, min(pick.shape[0], number) + 1):
+    for count in range(2, min(pick.shape[0], number, blocks // MIN_STRIPE_BLOCKS) + 1):
         for t in range(count):
             pick[t] = t
         more = True
@@ -397,11 +398,10 @@ def _price_set(
     )  # fmt: skip
     load, split = cost_of_whole_load(pair, terms.notice_ns), cost_of_split(pair)
     dearer, crowd, keep = 1.0 + terms.several * (count - 1), work[CROWD, i], work[KEEP, i]
-    spare = (blocks - own - MIN_STRIPE_BLOCKS * count) * block_tokens
     score, gpu, splits = math.inf, math.inf, False
-    if spare >= 0 and latest < load[4]:
+    if latest < load[4]:
         score, gpu = load[0] * dearer + min(load[2], terms.cap_ns) * crowd + keep, load[2]
-    if terms.split > 0.0 and spare >= split[5] and latest < split[4]:
+    if terms.split > 0.0 and latest < split[4]:
         other = split[0] * dearer + min(split[2], terms.cap_ns) * crowd + keep
         if other < score or (other == score and split[2] < gpu):
             score, gpu, splits = other, split[2], True

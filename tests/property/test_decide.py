@@ -245,7 +245,7 @@ def _every_score(shot: Snapshot, harm: Harm, own_disk: bool) -> _Scores:
                 ):
                     if plan is None or latest_ns >= plan.load_ns:
                         continue
-                    if 16 * (plan.boundary - mine) - (plan.front_tokens or 0) < 16 * 8 * count:
+                    if plan.boundary < 8 * count:
                         continue
                     score = _score(shot, harm, i, plan.ttft_ns, plan.gpu_ns, mine, count)
                     found[i, tuple(item.position for item in chosen), plan.kind] = score

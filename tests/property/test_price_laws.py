@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 
 from kvpool.types import Tier
 from router.decide import Decision, _search, decide
+from router.estimators import LinkCurve
 from router.planning import Harm, Params
 from router.scores import open_case
+from router.signals import Features
 from tests.property.decide_kit import PLAIN, World, harms, worlds
 from tests.unit.router_kit import Worker, request
 
 SETTINGS = settings(max_examples=250, deadline=None)
-blocks_held = st.sampled_from([1, 5, 20, 40, 60, 90, 95, 99, 150])
+blocks_held = st.sampled_from([1, 5, 12, 20, 40, 60, 90, 95, 99, 150])
 
 
 def price(world: World, params: Params = PLAIN) -> Decision:
@@ -44,6 +46,13 @@ def test_adding_a_holder_never_raises_the_price_and_removing_one_never_lowers_it
 ) -> None:
     extended, without = holding(world, who, blocks), holding(world, who, 0)
     assert price(extended).price_ns <= no_more_than(price(without).price_ns)
+
+
+def test_a_reader_that_has_more_does_not_use_fewer_holders_and_wait_longer() -> None:
+    holders = [Worker(number, blocks=20, wait_ns=1e9) for number in (1, 2)]
+    world = World([Worker(0), *holders], LinkCurve(0.0, 2.0), features=Features(stripes=4))
+    prices = [price(holding(world, 0, blocks)).price_ns for blocks in range(20)]
+    assert prices == sorted(prices, reverse=True)
 
 
 @SETTINGS

@@ -73,9 +73,11 @@ def test_a_holder_that_starts_late_brings_less_or_nothing() -> None:
     assert {piece.holder for piece in made(hopeless).plan.loads} == {key(1)}
 
 
-def test_a_short_load_is_not_striped() -> None:
-    workers = [Worker(0, blocks=85), *(Worker(i, blocks=99, wait_ns=BUSY) for i in (1, 2))]
-    assert len(made(workers, link=LinkCurve(0.0, 1.0)).plan.loads) == 1
+def test_a_short_prefix_is_not_striped() -> None:
+    for blocks, holders_used in ((15, 1), (17, 2)):
+        workers = [Worker(0), *(Worker(i, blocks=blocks, wait_ns=BUSY) for i in (1, 2))]
+        plan = decide(request(320), snapshot(workers, links=LinkCurve(0.0, 1.0), features=ABLE), Params()).plan
+        assert len({piece.holder for piece in plan.loads}) == holders_used
 
 
 def test_a_holder_with_less_of_the_prompt_takes_no_part() -> None:
