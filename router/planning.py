@@ -56,7 +56,7 @@ class Harm:
     several: float = 0.0
 
 
-DEFAULT_HARM = Harm(follow=6.0, cap_ns=4e9, beside=0.03, keep=1.0, share=0.3, several=0.05)
+DEFAULT_HARM = Harm(follow=6.0, cap_ns=4e9, beside=0.03, keep=1.0, share=0.3, several=0.2)
 """Found by replaying parts of the conversation trace on two models, from light load to overload."""
 
 
