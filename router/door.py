@@ -13,6 +13,7 @@ from kvpool.request import NO_LIMITS, Limits
 from kvpool.types import BlockHash, RequestId, WorkerKey
 from router.admission import Admission, Forecast, Ruling, admit
 from router.decide import Decision
+from router.kernel import Floats
 from router.signals import Snapshot
 from router.waiting import Hold, Turn, WaitingRoom
 
@@ -111,17 +112,25 @@ class Door:
         return Turn(due_ns, work_ns, decision.position)
 
     def _hold_ns(self, request_id: RequestId, exclude: frozenset[WorkerKey], turn: Turn, snapshot: Snapshot) -> float:
-        """For how long the work before a request keeps the workers more than busy enough, or its own worker."""
-        backlog_ns, workers = mean_backlog_ns(snapshot, exclude)
-        ahead_ns, same_ns = self._room.ahead_ns(request_id, turn)
-        hold_ns = backlog_ns + ahead_ns / workers - self._hold.backlog_ns
-        own_ns = snapshot.columns.gpu_free_ns.item(turn.position) - snapshot.now_ns + same_ns - self._hold.free_ns
-        return min(hold_ns, own_ns)
+        """For how long the work before a request keeps the workers more than busy enough.
+
+        Or until a worker may be free for it, if that is sooner: its own, after those before it that would have the same
+        one; or with n before it the worker that is free as the next after n others, should each of them take one.
+        """
+        waits = open_waits(snapshot, exclude)
+        ahead = self._room.ahead(request_id, turn)
+        if not len(waits):
+            return -self._hold.backlog_ns
+        hold_ns = (float(waits.sum()) + ahead.work_ns) / len(waits) - self._hold.backlog_ns
+        free_ns = snapshot.columns.gpu_free_ns.item(turn.position) - snapshot.now_ns + ahead.same_ns
+        if ahead.number < len(waits):
+            free_ns = min(free_ns, float(np.partition(waits, ahead.number)[ahead.number]))
+        return min(hold_ns, free_ns - self._hold.free_ns)
 
 
-def mean_backlog_ns(snapshot: Snapshot, exclude: frozenset[WorkerKey]) -> tuple[float, int]:
-    """Mean prefill work before each worker that may take a request, and how many these are, at least 1."""
+def open_waits(snapshot: Snapshot, exclude: frozenset[WorkerKey]) -> Floats:
+    """Prefill work before each worker that may take a request."""
     open_to_it = snapshot.columns.closed_ns == 0.0
     open_to_it[[snapshot.positions[key] for key in exclude if key in snapshot.positions]] = False
-    waits = snapshot.columns.gpu_free_ns[open_to_it] - snapshot.now_ns
-    return (float(np.maximum(waits, 0.0).mean()), len(waits)) if len(waits) else (0.0, 1)
+    waits: Floats = np.maximum(snapshot.columns.gpu_free_ns[open_to_it] - snapshot.now_ns, 0.0)
+    return waits

@@ -83,6 +83,14 @@ class Turn(NamedTuple):
     position: int = 0
 
 
+class Ahead(NamedTuple):
+    """Those before a request: how many, their prefill work, and how much of it would go to the request's worker."""
+
+    number: int
+    work_ns: float
+    same_ns: float
+
+
 class WaitingRoom:
     """Who was told to wait and keeps asking. Not thread-safe; bounded.
 
@@ -111,14 +119,16 @@ class WaitingRoom:
         """Somebody of a higher priority waits for something else than a worker's turn."""
         return any(blocking > priority for blocking in self._blocking.values())
 
-    def ahead_ns(self, request_id: RequestId, turn: Turn) -> tuple[float, float]:
-        """Prefill work of those whose turn is before a request's, and how much of it would go to the same worker."""
+    def ahead(self, request_id: RequestId, turn: Turn) -> Ahead:
+        """Those whose turn is before a request's."""
         table = self._table
-        ahead = (table[_DUE] < turn.due_ns) * table[_WORK]
+        before = table[_DUE] < turn.due_ns
         own = self._places.get(request_id)
         if own is not None:
-            ahead[own] = 0.0
-        return float(ahead.sum()), float(ahead @ (table[_POSITION] == turn.position))
+            before[own] = False
+        work_ns = before * table[_WORK]
+        same_ns = work_ns @ (table[_POSITION] == turn.position)
+        return Ahead(int(np.count_nonzero(before)), float(work_ns.sum()), float(same_ns))
 
     def enter(self, request_id: RequestId, back_ns: int, turn: Turn | None, blocking: int | None = None) -> None:
         """A request waits, and will ask again at ``back_ns``; one that does not has given up.

@@ -34,12 +34,12 @@ def test_the_waiting_room_forgets_who_stops_asking_and_is_bounded() -> None:
     room.leave(RequestId("3"))
     assert len(room) == MAX_WAITING - 1
     late = RequestId(str(MAX_WAITING + 1))
-    assert room.ahead_ns(late, Turn(MAX_WAITING + 1, 1.0))[0] == MAX_WAITING - 1  # who found no place has its turn
+    assert room.ahead(late, Turn(MAX_WAITING + 1, 1.0)).number == MAX_WAITING - 1  # who found no place has its turn
     room.enter(late, 0, Turn(MAX_WAITING + 1, 1.0))
-    assert room.ahead_ns(A, Turn(math.inf, 1.0))[0] == MAX_WAITING
+    assert room.ahead(A, Turn(math.inf, 1.0)).work_ns == MAX_WAITING
     room.expire(GRACE_NS)
     assert len(room) == 0
-    assert room.ahead_ns(A, Turn(math.inf, 1.0))[0] == 0.0
+    assert room.ahead(A, Turn(math.inf, 1.0)).work_ns == 0.0
 
 
 def test_only_work_whose_turn_is_earlier_is_ahead_of_a_request() -> None:
@@ -47,12 +47,12 @@ def test_only_work_whose_turn_is_earlier_is_ahead_of_a_request() -> None:
     room.enter(A, S, Turn(1.0, 10.0, 0))
     room.enter(B, S, Turn(2.0, 20.0, 1))
     room.enter(C, S, None)  # waits for something else
-    assert room.ahead_ns(RequestId("d"), Turn(3.0, 1.0, 1)) == (30.0, 20.0)
-    assert room.ahead_ns(B, Turn(2.0, 20.0, 1)) == (10.0, 0.0)
-    assert room.ahead_ns(A, Turn(1.0, 10.0, 0)) == (0.0, 0.0)
+    assert room.ahead(RequestId("d"), Turn(3.0, 1.0, 1)) == (2, 30.0, 20.0)
+    assert room.ahead(B, Turn(2.0, 20.0, 1)) == (1, 10.0, 0.0)
+    assert room.ahead(A, Turn(1.0, 10.0, 0)) == (0, 0.0, 0.0)
     room.enter(A, S, Turn(5.0, 10.0, 0))  # asked again: it has aged differently
-    assert room.ahead_ns(B, Turn(2.0, 20.0, 0)) == (0.0, 0.0)
-    assert room.ahead_ns(A, Turn(5.0, 10.0, 1)) == (20.0, 20.0)  # never behind itself
+    assert room.ahead(B, Turn(2.0, 20.0, 0)) == (0, 0.0, 0.0)
+    assert room.ahead(A, Turn(5.0, 10.0, 1)) == (1, 20.0, 20.0)  # never behind itself
 
 
 def test_short_requests_pass_long_ones_but_only_those_that_came_shortly_before() -> None:
