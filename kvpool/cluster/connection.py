@@ -228,13 +228,19 @@ class ClusterConnection:
                     asked.discard(name)
                 if isinstance(error, UnavailableError):
                     self._routers.failed(name, clock_s())
+                elif not isinstance(error, DeadlineError):
+                    self._routers.answered(name)
                 raise
             self._routers.answered(name)
             return value
 
-        answer = await ask_in_turn(
-            self._routers.order(key, clock_s()), ask, min(patience_s or PATIENCE_S, timeout_s / 2)
-        )
+        order = self._routers.order(key, clock_s())
+        try:
+            answer = await ask_in_turn(order, ask, min(patience_s or PATIENCE_S, timeout_s / 2))
+        except KVPoolError:
+            for name in asked:  # and silent, while another one refused or had nobody
+                self._routers.failed(name, clock_s())
+            raise
         for name in answer.late:
             self._routers.failed(name, clock_s())
         return answer
