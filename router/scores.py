@@ -173,12 +173,7 @@ def _held(request: RequestView, snapshot: Snapshot, kept: Floats) -> tuple[list[
     """`holdings`, and how many there are. Of many workers that hold equally much only those are listed that a search
     could come to, and what the others have is written down as their own."""
     prefixes = snapshot.prefixes
-    if (
-        not isinstance(prefixes, PrefixRuns)
-        or snapshot.places is None
-        or snapshot.fills
-        or any(_DISK in tiers for tiers, _ in prefixes.runs)
-    ):
+    if not isinstance(prefixes, PrefixRuns) or snapshot.places is None or snapshot.fills:
         held = holdings(request, snapshot)
         return held, len(held)
     held, holders, limit = [], 0, usable_blocks(request, snapshot.footprint.block_tokens)
@@ -189,9 +184,13 @@ def _held(request: RequestView, snapshot: Snapshot, kept: Floats) -> tuple[list[
         if not blocks or not len(places):
             continue
         holders += len(places)
-        kept[OWN, places] = blocks
-        number = kernels().first_holders(snapshot.columns.table, places, chosen, snapshot.now_ns)
-        held += [Holding(int(position), blocks, tier) for position in chosen[:number].tolist()]
+        if tier is _DISK:  # what each of them would read from there counts
+            listed = places.tolist()
+        else:
+            kept[OWN, places] = blocks
+            number = kernels().first_holders(snapshot.columns.table, places, chosen, snapshot.now_ns)
+            listed = [int(position) for position in chosen[:number].tolist()]
+        held += [Holding(position, blocks, tier) for position in listed]
     return held, holders
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from kvpool.errors import CapacityError, InvariantViolation, StaleError
 from kvpool.metadata.events import Placement
 from kvpool.metadata.masks import MaskTable, block_hash, block_key
-from kvpool.metadata.prefixes import Prefixes, joined
+from kvpool.metadata.prefixes import Prefixes, by_tiers, joined
 from kvpool.types import BlockHash, Tier, WorkerKey
 
 DEFAULT_MAX_ENTRIES = 10_000_000
@@ -465,14 +465,8 @@ class PrefixIndex:
             last = stop
             if not alive[-1]:
                 break
-        result: dict[WorkerKey, dict[Tier, int]] = {}
-        for number, tier in enumerate(tiers if last else ()):
-            for blocks, bits in (*steps[number], (last, alive[number])):
-                for key in self._keys_of(bits):
-                    known = result.setdefault(key, {})
-                    if blocks > max(known.values(), default=0):
-                        known[tier] = blocks
-        return result, pieces
+        ends = [(*those, (last, kept)) for those, kept in zip(steps, alive, strict=True)] if last else []
+        return by_tiers(list(zip(tiers, ends, strict=False)), self._keys_of), pieces
 
     def _keys_of(self, mask: int) -> tuple[WorkerKey, ...]:
         """The workers of a mask of slots."""

@@ -6,7 +6,7 @@ them would take longer than everything else in a decision. Who needs entries rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvpool.types import Tier, WorkerKey
 
@@ -23,6 +23,11 @@ Run = tuple[dict[Tier, int], tuple[WorkerKey, ...]]
 FEW_HOLDERS = 64
 LEAST_RUN = 8
 """Mean length of runs from which on entries are not made."""
+MOST_MEETINGS = 512
+"""Of runs of different tiers: with more, most workers differ, and entries are made one by one."""
+
+TierSteps = tuple[Tier, Sequence[tuple[int, int]]]
+"""A tier, and the workers, as bits, whose prefix in it or in a faster tier ends behind so many blocks."""
 
 
 class PrefixRuns(Mapping[WorkerKey, dict[Tier, int]]):
@@ -59,6 +64,57 @@ def joined(runs: Sequence[Run]) -> Prefixes:
     for _, keys in runs:
         holders += len(keys)
     return PrefixRuns(runs) if holders > FEW_HOLDERS and holders >= LEAST_RUN * len(runs) else _entries(runs)
+
+
+def by_tiers(found: Sequence[TierSteps], keys_of: Callable[[int], tuple[WorkerKey, ...]]) -> Prefixes:
+    """Prefixes from what was found in each tier, fastest first.
+
+    Args:
+        found: of each tier; a worker is in one step of a tier at most.
+        keys_of: the workers of some bits.
+    """
+    meetings = 1
+    for _, steps in found:
+        meetings *= max(1, len(steps))
+    if meetings > MOST_MEETINGS:
+        return _one_by_one(found, keys_of)
+    runs: list[tuple[dict[Tier, int], int]] = []
+    for tier, steps in found:
+        runs = _refined(runs, tier, steps)
+    return joined([(held, keys_of(bits)) for held, bits in runs])
+
+
+def _refined(
+    runs: Sequence[tuple[dict[Tier, int], int]], tier: Tier, steps: Sequence[tuple[int, int]]
+) -> list[tuple[dict[Tier, int], int]]:
+    """Runs, told apart by one more tier, which is left out where it adds nothing."""
+    made, rest = [], list(runs)
+    for blocks, bits in steps:
+        missing, left = bits, []
+        for held, others in rest:
+            both = others & missing
+            if both:
+                made.append(({**held, tier: blocks} if blocks > max(held.values()) else held, both))
+                missing ^= both
+            if others != both:
+                left.append((held, others ^ both))
+        if missing:
+            made.append(({tier: blocks}, missing))
+        rest = left
+    return made + rest
+
+
+def _one_by_one(
+    found: Sequence[TierSteps], keys_of: Callable[[int], tuple[WorkerKey, ...]]
+) -> dict[WorkerKey, dict[Tier, int]]:
+    result: dict[WorkerKey, dict[Tier, int]] = {}
+    for tier, steps in found:
+        for blocks, bits in steps:
+            for key in keys_of(bits):
+                known = result.setdefault(key, {})
+                if blocks > max(known.values(), default=0):
+                    known[tier] = blocks
+    return result
 
 
 def _entries(runs: Sequence[Run]) -> dict[WorkerKey, dict[Tier, int]]:

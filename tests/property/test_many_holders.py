@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.metadata.prefixes import PrefixRuns, Run, joined
-from kvpool.types import MemberState, Tier
+from kvpool.metadata.prefixes import PrefixRuns, Run, TierSteps, _one_by_one, by_tiers, joined
+from kvpool.types import MemberState, Tier, WorkerKey
 from router import kernel
 from router.compiled import kernels
 from router.decide import decide
@@ -31,6 +31,7 @@ def crowd(rng: Random) -> tuple[Snapshot, PrefixRuns]:
     size = rng.randrange(2 * FIRST_HOLDERS, MOST_WORKERS)
     lengths = rng.sample([0, 20, 60, 95, 99, 120], rng.randrange(2, 5))
     alike, tier = rng.random() < 0.5, rng.choice([Tier.DEVICE, Tier.HOST])
+    on_disk = rng.choice([0.0, 0.0, 0.1])
     busy = [0.0] if alike else [0.0, 0.0, 1e7, 3e7, 9e7]
     workers = [
         Worker(
@@ -41,7 +42,8 @@ def crowd(rng: Random) -> tuple[Snapshot, PrefixRuns]:
             out_ns=rng.choice([*busy, -1e7, -5e6]),
             requests=rng.randrange(3),
             state=rng.choice([MemberState.ALIVE] * 9 + [MemberState.SUSPECT]),
-            tier=tier,
+            tier=Tier.DISK if rng.random() < on_disk else tier,
+            in_memory=rng.choice([0, 20, 60]),
         )
         for number in range(size)
     ]
@@ -54,12 +56,10 @@ def crowd(rng: Random) -> tuple[Snapshot, PrefixRuns]:
         failures=FixedFailures(0.01, {key(number): 0.3 for number in range(0, size, 7)}),
         features=Features(split=rng.random() < 0.5, stripes=rng.choice([1, 4])),
     )
-    runs: list[Run] = [
-        ({tier: blocks}, tuple(key(worker.number) for worker in workers if worker.blocks == blocks))
-        for blocks in lengths
-        if blocks
-    ]
-    return shot, PrefixRuns(runs)
+    alike_ones: dict[tuple[tuple[Tier, int], ...], list[WorkerKey]] = {}
+    for name, tiers in shot.prefixes.items():
+        alike_ones.setdefault(tuple(tiers.items()), []).append(name)
+    return shot, PrefixRuns([(dict(tiers), tuple(names)) for tiers, names in alike_ones.items()])
 
 
 @settings(max_examples=150, deadline=None)
@@ -71,7 +71,8 @@ def test_looking_at_the_first_holders_of_each_length_loses_nothing(seed: int, pa
     pruned = whole._replace(prefixes=prefixes, places=fleet.places)
     assert dict(prefixes) == whole.prefixes
     made, expected = decide(request(), pruned, params), decide(request(), whole, params)
-    assert len(open_case(request(), pruned, params).held) <= 2 * FIRST_HOLDERS * len(prefixes.runs)
+    if not any(Tier.DISK in tiers for tiers, _ in prefixes.runs):
+        assert len(open_case(request(), pruned, params).held) <= 2 * FIRST_HOLDERS * len(prefixes.runs)
     assert (made.kept == expected.kept).all()
     assert made._replace(kept=expected.kept) == expected
 
@@ -95,6 +96,23 @@ def test_positions_of_many_workers_are_kept_until_the_members_change() -> None:
     assert fleet.places(keys).tolist() == [1, 0]
     assert fleet.places(keys) is fleet.places(keys)
     assert fleet.places((key(0), key(1), key(2))).tolist() == [1, 0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 1 << 32))
+def test_runs_of_several_tiers_are_what_entries_one_by_one_would_be(seed: int) -> None:
+    rng = Random(seed)
+    keys = tuple(key(number) for number in range(rng.randrange(1, 120)))
+    found: list[TierSteps] = []
+    for tier in Tier:
+        lengths = [rng.choice([0, 3, 5, 9]) for _ in keys]
+        ends = {length: [at for at, own in enumerate(lengths) if own == length] for length in (3, 5, 9)}
+        found.append((tier, [(length, sum(1 << at for at in members)) for length, members in ends.items()]))
+
+    def keys_of(bits: int) -> tuple[WorkerKey, ...]:
+        return tuple(name for at, name in enumerate(keys) if bits >> at & 1)
+
+    assert by_tiers(found, keys_of) == _one_by_one(found, keys_of)
 
 
 @pytest.mark.parametrize("holders", [1, 64, 65, 300])
