@@ -369,7 +369,7 @@ class RouterCore:
             RequestError: the request is unknown here or its record was dropped.
         """
         found = self._records.of_request(request_id)
-        if not found and request_id in self._door:
+        if not found and self._door.waits(request_id, self._clock_ns()):
             raise RequestError(
                 f"request {request_id!r} waits at the router and is decided when its turn comes; ask again then",
                 request_id=request_id,
@@ -391,7 +391,7 @@ class RouterCore:
             "workers": worker_rows(self._fleet, self._learned, self._worker_counters, now_ns),
             "links": link_rows(self._learned.links),
             **tally,
-            "admissions": {**tally["admissions"], "queued_now": len(self._door)},
+            "admissions": {**tally["admissions"], "queued_now": self._door.waiting(now_ns)},
             "goodput": {**goodput(self._worker_counters.values()), "shed": self.tally.shed},
             "records": len(self._records),
             "records_dropped": self._records.dropped,
@@ -401,7 +401,8 @@ class RouterCore:
 
     def vitals(self) -> Vitals:
         """What metrics show of this moment."""
-        return vitals(self._fleet, len(self._door), len(self._ledger), self._clock_ns())
+        now_ns = self._clock_ns()
+        return vitals(self._fleet, self._door.waiting(now_ns), len(self._ledger), now_ns)
 
     def learned(self) -> tuple[int, dict[str, Any]]:
         """A number that grows with everything learned, and what to keep across a restart, JSON-serialisable."""

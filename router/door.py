@@ -55,12 +55,14 @@ class Door:
         self._hold = hold
         self._room = WaitingRoom()
 
-    def __len__(self) -> int:
-        """Requests that wait and keep asking."""
+    def waiting(self, now_ns: int) -> int:
+        """Requests that wait and keep asking; those that another router decided have stopped."""
+        self._room.expire(now_ns)
         return len(self._room)
 
-    def __contains__(self, request_id: RequestId) -> bool:
+    def waits(self, request_id: RequestId, now_ns: int) -> bool:
         """Whether a request waits."""
+        self._room.expire(now_ns)
         return request_id in self._room
 
     def rule(

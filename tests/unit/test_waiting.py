@@ -216,6 +216,15 @@ def test_who_gives_up_holds_up_nobody() -> None:
     assert core.status()["admissions"]["queued_now"] == 0
 
 
+def test_who_was_decided_by_another_router_is_not_shown_as_waiting_though_nobody_asks_any_more() -> None:
+    core, clock = overloaded()
+    assert asks(core, "r") is not None
+    clock.now_ns += MAX_POLL_NS + GRACE_NS
+    with pytest.raises(RequestError, match="no decision"):
+        core.explain(RequestId("r"))
+    assert core.vitals().queued == core.status()["admissions"]["queued_now"] == 0
+
+
 def test_rules_of_other_routers_send_every_request_at_once() -> None:
     for policy in ("mooncake", "plain", "dynamo", "least_loaded", "redo_only"):
         core, _ = slow_core(policy=policy)
