@@ -6,6 +6,9 @@ computed here, and every block before it is offered too.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from kvpool.errors import InvariantViolation
 from kvpool.store.segment import SealRequest, Segment
 from kvpool.store.worth import WORK_UNIT
@@ -13,6 +16,7 @@ from kvpool.types import BlockId
 from workers.block_table import BlockTable, PageState
 from workers.device_copies import DeviceCopies
 from workers.engine.base import Engine
+from workers.fill_speed import FillSpeed
 from workers.sequence import Sequence
 from workers.step import Work
 
@@ -24,12 +28,21 @@ class Bridge:
         engine: its pages are attached to the segment's memory already.
         segment: who holds the pages.
         device: copies to and from the device tier, None without one.
+        clock_ns: monotonic clock.
     """
 
-    def __init__(self, engine: Engine, segment: Segment, device: DeviceCopies | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        segment: Segment,
+        device: DeviceCopies | None = None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         self._engine = engine
         self._segment = segment
         self._device = device
+        self._clock_ns = clock_ns
+        self._speed = FillSpeed() if device is None else device.speed
         self.pair_ratio = 0.0
         """How much more a token costs for every token before it; see `workers.calibrate.pair_ratio`."""
 
@@ -38,11 +51,19 @@ class Bridge:
         sequence = work.sequence
         if not work.fill:
             return
+        block_bytes = self._segment.config.block_bytes
         if self._device is None:
+            started_ns = self._clock_ns()
             self._engine.load_blocks(_slot(sequence), work.first_block, work.fill)
+            self._speed.observe(len(work.fill) * block_bytes, max(1, self._clock_ns() - started_ns))
         else:
             self._device.fill(work)
-        sequence.filled(work.first_block, len(work.fill), self._segment.config.block_bytes)
+        sequence.filled(work.first_block, len(work.fill), block_bytes)
+
+    @property
+    def fill_block_ns(self) -> int | None:
+        """What copying a block from its page into a view takes, None before one was."""
+        return self._speed.block_ns(self._segment.config.block_bytes)
 
     def seal(self, sequence: Sequence) -> int:
         """Store what became complete and offer it; returns how many blocks the sealed run grew by."""

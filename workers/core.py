@@ -123,7 +123,7 @@ class WorkerCore:
         self._gate = parts.gate or Gate(self._block_tokens)
         self._scheduler = Scheduler(parts.config.scheduler, self.segment, self._gate)
         self._reporter = Reporter(parts.key, parts.publisher)
-        self._bridge = Bridge(engine, self.segment, self._device)
+        self._bridge = Bridge(engine, self.segment, self._device, parts.clock_ns)
         loader = self._start_loader()
         self._has_peers = loader is not None
         self._disk_speed = DiskSpeed()

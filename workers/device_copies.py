@@ -17,11 +17,9 @@ from kvpool.store.device import DeviceTier, Offer
 from kvpool.types import BlockId
 from workers.block_table import PageState
 from workers.engine.base import Engine
+from workers.fill_speed import FillSpeed
 from workers.sequence import Sequence as Request
 from workers.step import Work
-
-FIRST_MIB_NS = 250_000
-"""What filling a MiB from pages takes before the first one was measured: 4 GB/s."""
 
 COUNTERS = (
     *("device_fills", "device_fill_bytes", "host_fills", "host_fill_bytes"),
@@ -30,23 +28,6 @@ COUNTERS = (
 
 OFFERS_AT_ONCE = 128
 """Bounds how long the segment's lock is held."""
-
-_KEEP = 0.8
-_MIB = 1 << 20
-
-
-class FillSpeed:
-    """Time per MiB from pages into views; recent fills weigh more, large ones by their size."""
-
-    def __init__(self) -> None:
-        self._bytes = self._ns = 0.0
-        self.mib_ns = FIRST_MIB_NS
-
-    def observe(self, num_bytes: int, elapsed_ns: int) -> None:
-        """A fill took so long."""
-        self._bytes = _KEEP * self._bytes + num_bytes
-        self._ns = _KEEP * self._ns + elapsed_ns
-        self.mib_ns = max(1, round(self._ns / self._bytes * _MIB))
 
 
 class DeviceCopies:

@@ -240,6 +240,7 @@ class EngineLoop:
         batch, results = self._compute(batch)
         self.step_until_ns = None
         with parts.lock:
+            parts.gate.fill_block_ns = parts.bridge.fill_block_ns
             self._learn(batch, parts.clock_ns() - started_ns)
         filled = [work for work in works if not work.count]
         self._post_process([*filled, *batch], [*([None] * len(filled)), *results])

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from math import ceil
 from typing import NamedTuple
 
 from kvpool.plan import Plan, PlanKind
@@ -31,6 +32,7 @@ DEFAULT_DEADLINE_NS = 5_000_000_000
 DEADLINE_FACTOR = 3
 """The router budgets loads at this multiple of their expected time."""
 MIN_REVIEW_NS = 1_000_000
+_ROUNDING = 1e-6
 _FORGETTING = 0.95
 _MIN_RELATIVE_VARIANCE = 0.01
 
@@ -149,6 +151,8 @@ class Gate:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._speed = PrefillSpeed()
+        self.fill_block_ns: int | None = None
+        """What copying a block into a view takes, None before anybody said so."""
 
     def observe(self, tokens: int, elapsed_ns: int) -> None:
         """A step that only prefilled computed ``tokens`` tokens in ``elapsed_ns``."""
@@ -160,6 +164,21 @@ class Gate:
             return None
         t0_ns, token_ns = self._speed.fit()
         return int(t0_ns + token_ns * tokens)
+
+    def fill_blocks(self, tokens: int) -> int:
+        """How many blocks can be filled in in the time of a pass of ``tokens`` tokens, at least 1."""
+        return max(1, int(tokens / self._fill_block_tokens(tokens)))
+
+    def fill_tokens(self, blocks: int, tokens: int) -> int:
+        """How many of ``tokens`` tokens a pass computes less in the same time when it fills in so many blocks."""
+        return ceil(blocks * self._fill_block_tokens(tokens) - _ROUNDING)
+
+    def _fill_block_tokens(self, tokens: int) -> float:
+        """At most those of the block: to copy it is no dearer than to compute it, while nobody knows better."""
+        pass_ns = self.prefill_ns(tokens)
+        if self.fill_block_ns is None or not pass_ns:
+            return self._block_tokens
+        return min(self._block_tokens, tokens * self.fill_block_ns / pass_ns)
 
     def rule(self, view: LoadView, rest: Rest, now_ns: int, *, idle: bool) -> Ruling:
         """Rule on a sequence whose next block is in flight.

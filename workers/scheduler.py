@@ -45,6 +45,7 @@ class _Beat:
     budget: int
     work: list[Work] = field(default_factory=list)
     prefills: int = 0
+    decodes: bool = False
     claimed: dict[BlockHash, Sequence] = field(default_factory=dict)
     owed: list[Sequence] = field(default_factory=list)
     preempted: bool = False
@@ -62,6 +63,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, blocks: Blocks, gate: Gate) -> None:
         self._config = config
         self._blocks = blocks
+        self._gate = gate
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._book = LoadBook(blocks)
@@ -183,7 +185,8 @@ class Scheduler:
         loads = self._late_loads(beat)
         for sequence in [entry for entry in self._running if entry.decoding]:
             self._decode(sequence, beat)
-        if beat.work:
+        beat.decodes = bool(beat.work)
+        if beat.decodes:
             beat.budget = min(beat.budget, self._config.mixed_prefill_tokens)
         for sequence in [entry for entry in self._running if not entry.decoding]:
             self._continue(sequence, beat, idle=False)
@@ -286,17 +289,23 @@ class Scheduler:
         self._admit(beat, idle=True)
 
     def _chunk(self, sequence: Sequence, beat: _Beat, *, idle: bool) -> None:
-        """Plan the next part of a prefill: fill in what is readable, then compute up to the next readable block."""
-        size, table = sequence.table.block_tokens, sequence.table
+        """Plan the next part of a prefill: fill in what is readable, beside decodes in parts, then compute up to the
+        next readable block."""
+        size, table, budget = sequence.table.block_tokens, sequence.table, beat.budget
         first, rest = divmod(sequence.computed_tokens, size)
-        run = 0 if rest else table.readable_run(first, sequence.full_blocks)
+        readable = run = 0 if rest else table.readable_run(first, sequence.full_blocks)
+        if beat.decodes and run:  # they wait for the copy as for a computation, so it has the same budget
+            run = min(run, self._gate.fill_blocks(budget))
+            beat.budget = max(0, budget - self._gate.fill_tokens(run, budget))
+        filled = run == readable and beat.budget > 0
         start = sequence.computed_tokens
         if run:
             start = min(start + run * size, len(sequence.tokens) - 1)  # one token must be computed to sample from
         count = 0
-        if not self._claimed(sequence, start // size, beat) or start % size:
+        if filled and (not self._claimed(sequence, start // size, beat) or start % size):
             count = self._count(sequence, start, beat, idle=idle)
-        if not count and not (run and idle):
+        if not count and filled and not (run and idle):
+            beat.budget = budget
             return
         fill = tuple(page for page in map(table.page, range(first, first + run)) if page is not None)
         samples = count > 0 and start + count == len(sequence.tokens)

@@ -11,8 +11,9 @@ from tests.worker_support import FakeEngine, RecordingPublisher, kv_of, make_req
 from workers import device_copies
 from workers.block_table import BlockTable, PageState
 from workers.bridge import Bridge
-from workers.device_copies import FIRST_MIB_NS, DeviceCopies, FillSpeed
+from workers.device_copies import DeviceCopies
 from workers.engine.base import SequenceSlice
+from workers.fill_speed import FIRST_MIB_NS, FillSpeed
 from workers.sequence import Sequence
 from workers.step import Work
 

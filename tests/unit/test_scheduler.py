@@ -126,6 +126,31 @@ def test_a_prompt_held_to_its_last_token_still_computes_that_one() -> None:
     assert ("b", 4, 15, 1) in bench.beat()
 
 
+def test_a_long_held_prefix_is_filled_in_parts_beside_decodes_and_alone_at_once() -> None:
+    bench = Bench(mixed_prefill_tokens=8)
+    bench.submit("a", range(40), max_tokens=20)
+    bench.beat()
+    bench.submit("b", [*range(40), 90, 91])
+    bench.gate.fill_block_ns = 1
+    bench.gate.observe(1, 2)
+    assert bench.beat() == [("a", 0, 40, 1), ("b", 10, 40, 2)], "copying takes no time worth mentioning"
+    bench.gate.fill_block_ns = None
+    bench.submit("c", [*range(40), 92, 93])
+    parts = [work for _ in range(6) for work in bench.beat() if work[0] == "c"]
+    assert parts == [
+        ("c", 2, 8, 0),
+        ("c", 2, 16, 0),
+        ("c", 2, 24, 0),
+        ("c", 2, 32, 0),
+        ("c", 2, 40, 0),
+        ("c", 0, 40, 2),
+    ]
+    for sequence in bench.scheduler.running:
+        bench.scheduler.remove(sequence)
+    bench.submit("d", [*range(40), 94])
+    assert bench.beat() == [("d", 10, 40, 1)]
+
+
 def test_twins_in_one_batch_compute_a_shared_block_once() -> None:
     bench = Bench(max_step_tokens=64)
     bench.submit("a", [*range(16), 90])
@@ -337,35 +362,6 @@ def test_a_block_that_appears_here_meanwhile_ends_the_load_for_it() -> None:
     assert bench.pool.counts().in_flight == 5
     bench.scheduler.land(bench.orders["loads"].flight)
     assert bench.pool.counts().in_flight == 0
-
-
-def test_a_prefix_on_its_way_for_one_request_is_not_loaded_again_for_another() -> None:
-    bench = Bench()
-    bench.gate.observe(1, 10**9)
-    bench.submit("first", [*range(20), 90, 91], load_plan(0, 5))
-    bench.submit("second", [*range(20), 92, 93], load_plan(0, 5))
-    assert list(bench.orders) == ["first"]
-    assert bench.beat() == [], "both wait for the one load"
-    bench.scheduler.progress(bench.orders["first"].flight, range(5))
-    bench.scheduler.land(bench.orders["first"].flight)
-    assert bench.beat() == [("first", 5, 20, 2)]
-    assert ("second", 5, 20, 2) in bench.beat()
-
-
-@pytest.mark.parametrize("plan", [REDO, load_plan(0, 5)])
-def test_who_waited_for_anothers_load_neither_computes_nor_orders_it_again_when_it_lands(plan: Plan) -> None:
-    bench = Bench()
-    first = bench.submit("first", [*range(20), 90, 91], load_plan(0, 5))
-    for name in ("second", "third"):
-        bench.submit(name, [*range(20), *map(ord, name)], plan)
-    assert bench.beat() == []
-    bench.scheduler.progress(bench.orders["first"].flight, range(5))
-    assert bench.scheduler.land(bench.orders["first"].flight) is first
-    step = bench.plan()
-    assert step.loads == ()
-    assert [(work.sequence.request_id, work.count) for work in step.work] == [("first", 2)]
-    bench.run(step)
-    assert [work[:2] for work in bench.beat()] == [("first", 0), ("second", 5), ("third", 5)]
 
 
 def test_a_split_that_loads_everything_tail_first_stops_where_both_ends_meet() -> None:

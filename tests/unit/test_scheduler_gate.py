@@ -132,3 +132,17 @@ def test_a_twin_is_judged_by_what_comes_before_its_last_block_and_by_what_it_wou
     assert gate().rule(half, Rest(2, 2), 20 * MS, idle=True).verdict is Verdict.WAIT
     assert gate().rule(half, Rest(2, 5), 20 * MS, idle=True).verdict is Verdict.COMPUTE
     assert gate().review_ns(whole, 2, 0) == 2 * MS, "a quarter of what its blocks should take"
+
+
+def test_filling_in_blocks_beside_decodes_is_priced_by_the_time_of_a_pass() -> None:
+    unknown = Gate(TOKENS)
+    assert (unknown.fill_blocks(16), unknown.fill_tokens(3, 16)) == (4, 12), "as if they were computed"
+    known = gate()
+    assert known.fill_blocks(16) == 4
+    known.fill_block_ns = MS // 10
+    assert known.fill_blocks(16) == 160
+    assert known.fill_tokens(160, 16) == 16
+    assert known.fill_tokens(1, 16) == 1
+    known.fill_block_ns = 100 * MS
+    assert known.fill_blocks(16) == 4, "no dearer than computing them"
+    assert known.fill_blocks(1) == 1, "somebody always gets on"

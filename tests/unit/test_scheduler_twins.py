@@ -4,9 +4,38 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.plan import PlanKind
+from kvpool.plan import REDO, Plan, PlanKind
 from kvpool.types import WorkerId
 from tests.unit.test_scheduler import HOLDER, Bench, load_plan
+
+
+def test_a_prefix_on_its_way_for_one_request_is_not_loaded_again_for_another() -> None:
+    bench = Bench()
+    bench.gate.observe(1, 10**9)
+    bench.submit("first", [*range(20), 90, 91], load_plan(0, 5))
+    bench.submit("second", [*range(20), 92, 93], load_plan(0, 5))
+    assert list(bench.orders) == ["first"]
+    assert bench.beat() == [], "both wait for the one load"
+    bench.scheduler.progress(bench.orders["first"].flight, range(5))
+    bench.scheduler.land(bench.orders["first"].flight)
+    assert bench.beat() == [("first", 5, 20, 2)]
+    assert ("second", 5, 20, 2) in bench.beat()
+
+
+@pytest.mark.parametrize("plan", [REDO, load_plan(0, 5)])
+def test_who_waited_for_anothers_load_neither_computes_nor_orders_it_again_when_it_lands(plan: Plan) -> None:
+    bench = Bench()
+    first = bench.submit("first", [*range(20), 90, 91], load_plan(0, 5))
+    for name in ("second", "third"):
+        bench.submit(name, [*range(20), *map(ord, name)], plan)
+    assert bench.beat() == []
+    bench.scheduler.progress(bench.orders["first"].flight, range(5))
+    assert bench.scheduler.land(bench.orders["first"].flight) is first
+    step = bench.plan()
+    assert step.loads == ()
+    assert [(work.sequence.request_id, work.count) for work in step.work] == [("first", 2)]
+    bench.run(step)
+    assert [work[:2] for work in bench.beat()] == [("first", 0), ("second", 5), ("third", 5)]
 
 
 def test_who_counted_on_anothers_load_orders_its_own_when_that_fails() -> None:
