@@ -15,7 +15,8 @@ import pytest
 
 from kvpool.cluster.launcher import Cluster
 from kvpool.config import ClusterConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from kvpool.request import GenerateResult, TokenLogprobs
+from kvpool.errors import RequestError
+from kvpool.request import FinishReason, GenerateResult, TokenLogprobs
 from kvpool.types import WorkerId
 from tests.multiprocess.cluster_kit import ClusterKit, wait_until
 from workers.engine.reference import PlainModel
@@ -118,16 +119,31 @@ def test_a_batch_of_eight_equals_the_plain_model_one_by_one(kit: ClusterKit, pla
 
 def test_in_overload_requests_wait_at_the_router_and_equal_the_plain_model(kit: ClusterKit, plain: PlainModel) -> None:
     prompts = _overload(kit, seed=1000)
-    results = kit.run(kit.gather(kit.client.generate(prompt, **TWO_TOKENS) for prompt in prompts))
+    asked = [kit.client.generate(prompt, **TWO_TOKENS) for prompt in prompts]
+    *results, ended = kit.run(kit.gather([*asked, _give_up_waiting(kit, prompts[0])]))
+    assert (ended.finish, ended.stats.attempts) == (FinishReason.CANCELLED, 0)
     records = [kit.run(kit.client.explain(result.request_id)) for result in results]
     waited = sorted(range(len(prompts)), key=lambda index: records[index]["waited_ns"])
-    assert records[waited[0]]["waited_ns"] < 1e9
+    assert records[waited[0]]["waited_ns"] < 0.5 * records[waited[-1]]["waited_ns"]
     assert records[waited[-1]]["waited_ns"] > 1e9
     for index in (*waited[:2], *waited[-2:]):
         _assert_equal(results[index].logprobs, plain.greedy(prompts[index], 2))
     admissions = kit.status()["router"]["admissions"]
     assert admissions["queue"] > 0
     assert admissions["queued_now"] == 0
+
+
+async def _give_up_waiting(kit: ClusterKit, prompt: Sequence[int]) -> GenerateResult:
+    """What a request ends with that is cancelled while it waits at the router."""
+    asked = asyncio.ensure_future(kit.client.generate(prompt, request_id="given-up", priority=-100))
+    while not asked.done():
+        try:
+            await kit.client.explain("given-up")
+        except RequestError as error:
+            if "waits at the router" in str(error):
+                await kit.client.cancel("given-up")
+        await asyncio.sleep(0.02)
+    return await asked
 
 
 def test_requests_that_wait_outlive_their_router(kit: ClusterKit, plain: PlainModel) -> None:
