@@ -54,6 +54,7 @@ class LoadBook:
         self._flights: dict[int, Flight] = {}
         self._coming: dict[BlockHash, Flight] = {}
         self._arrived: dict[BlockHash, Flight] = {}
+        self._landed: list[Flight] = []  # terminal, and their sequences are still here
         self._to_cancel: list[int] = []
         self._next = 0
 
@@ -158,11 +159,11 @@ class LoadBook:
         self._blocks.end_flight(flight.pages.values())
         self._to_cancel = [other for other in self._to_cancel if other != number]
         self._forget(flight)
-        for block_hash in flight.hashes.values():
-            if self._arrived.get(block_hash) is flight:
-                del self._arrived[block_hash]
-        if flight.sequence is not None:
+        if flight.sequence is None:
+            self._lend_no_more(flight)
+        else:  # behind a gap nothing can be sealed yet
             flight.sequence.flight = None
+            self._landed.append(flight)
         readers = [*flight.borrowers] if flight.sequence is None else [flight.sequence, *flight.borrowers]
         for reader in readers:
             _settle(reader, flight)
@@ -182,6 +183,10 @@ class LoadBook:
             self.give_up(flight)
             flight.sequence = None
             sequence.flight = None
+        for landed in self._landed:
+            if landed.sequence is sequence:
+                self._lend_no_more(landed)
+        self._landed = [landed for landed in self._landed if landed.sequence is not sequence]
 
     # -- twins
 
@@ -192,7 +197,7 @@ class LoadBook:
         if flight is None or owner is None or owner is sequence:
             return False
         page = flight.pages[index]
-        if owner.table.page(index) != page or owner.table.state(index) is not PageState.ARRIVED:
+        if owner.table.page(index) != page or owner.table.state(index) not in (PageState.ARRIVED, PageState.FILLED):
             return False  # sealed in another page meanwhile
         self._share(flight, sequence, index)
         if not any(other is sequence for other in flight.borrowers):
@@ -252,6 +257,11 @@ class LoadBook:
         for flight in self._coming.values():
             if flight.cancelled or flight.number not in self._flights:
                 raise InvariantViolation(f"flight {flight.number} is counted on and will bring nothing")
+
+    def _lend_no_more(self, flight: Flight) -> None:
+        for block_hash in flight.hashes.values():
+            if self._arrived.get(block_hash) is flight:
+                del self._arrived[block_hash]
 
     def _forget(self, flight: Flight) -> None:
         for block_hash in flight.hashes.values():
