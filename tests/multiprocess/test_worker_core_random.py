@@ -245,6 +245,19 @@ class Fleet:
         link = self.rng.choice(self.links)
         link.shape(WorkerId(f"w{self.rng.randrange(len(self.cores))}"), self.rng.choice(FAULTS))
 
+    def load_once(self, kind: Kind) -> None:
+        """A load that nothing disturbs: whatever went before, loads still bring what they are for."""
+        prompt = [self.rng.randrange(kind.vocab) for _ in range(48)]
+        whole = LoadSlice(
+            0, len(prompt) // BLOCK_TOKENS, self.cores[1].key, self.links[1].name, self.links[1].address, Tier.HOST
+        )
+        load = Plan(PlanKind.LOAD, (whole,), load_deadline_ns=20 * SECOND_NS, stall_ns=20 * SECOND_NS)
+        for worker, plan in ((1, Plan(PlanKind.REDO)), (2, load)):
+            name = f"undisturbed-{worker}"
+            sink = self.give(make_request(name, prompt, 1, ignore_eos=True, logprobs=1), worker, plan, name)
+            assert sink is not None
+            sink.result()
+
     def heal(self) -> None:
         for link in self.links:
             for number in range(len(self.cores)):
@@ -288,6 +301,7 @@ def run_random_requests(kind: Kind, seed: int) -> None:
         for errand in fleet.errands:
             errand.join(90)
             assert not errand.is_alive(), f"seed {seed}: a hand-over hangs"
+        fleet.load_once(kind)
         finished = sum(ended_right(fleet, request, sink, seed) for request, sink in fleet.sinks.values())
         for core, publisher in zip(fleet.cores[:WORKERS], fleet.publishers, strict=False):
             assert core.wait_idle(20 * SECOND_NS), f"seed {seed}: something hangs"
