@@ -32,6 +32,7 @@ pytestmark = [
 MAX_REQUESTS = 8
 REPLY_TIMEOUT_S = 90
 SETTLE_TIMEOUT_S = 30
+WAITED_OUT_S = 30.0  # so long a request waits for faster decoding
 LONG = {"prompt": "Once", "max_tokens": 8000, "ignore_eos": True, "timeout": 90}
 HI = [{"role": "user", "content": "Hi"}]
 COMPLETIONS = "/v1/completions"
@@ -282,6 +283,21 @@ def test_a_client_that_hangs_up_takes_its_request_off_the_worker(gateway: Gatewa
     wait_until(lambda: gateway.running() == 1, SETTLE_TIMEOUT_S, "two are cancelled and one goes on")
     stayed.close()
     wait_until(lambda: gateway.running() == 0, SETTLE_TIMEOUT_S, "the last is cancelled")
+
+
+def test_a_client_that_hangs_up_while_its_request_waits_at_the_router_ends_it(gateway: Gateway) -> None:
+    def waiting() -> int:
+        return int(gateway.kit.status()["router"]["admissions"]["queued_now"])
+
+    too_fast = {"prompt": "Once upon a time", "max_tokens": 2, "tpot_limit": 0.000001}
+    known = {**too_fast, "max_tokens": 64, "ignore_eos": True, "tpot_limit": 60}
+    for _ in range(8):  # how fast workers decode
+        assert gateway.post(known).status == 200
+    calls = [gateway.open({**too_fast, "stream": stream}) for stream in (True, False)]
+    wait_until(lambda: waiting() == 2, SETTLE_TIMEOUT_S, "both wait")
+    for call in calls:
+        call.close()
+    wait_until(lambda: waiting() == 0, WAITED_OUT_S / 2, "nobody asks for them any more")
 
 
 def test_a_limit_that_cannot_be_met_is_refused_with_the_time_to_come_again(gateway: Gateway) -> None:
