@@ -146,23 +146,6 @@ async def _give_up_waiting(kit: ClusterKit, prompt: Sequence[int]) -> GenerateRe
     return await asked
 
 
-def test_requests_that_wait_outlive_their_router(kit: ClusterKit, plain: PlainModel) -> None:
-    prompts = _overload(kit, seed=2000)
-
-    async def kill_the_router_among_them() -> list[GenerateResult]:
-        tasks = [asyncio.ensure_future(kit.client.generate(prompt, **TWO_TOKENS)) for prompt in prompts]
-        while not (await kit.connection.call("router", "status"))["admissions"]["queued_now"]:
-            await asyncio.sleep(0.05)
-        os.kill(await kit.connection.call("router", "pid"), signal.SIGKILL)
-        return await asyncio.gather(*tasks)
-
-    results = kit.run(kill_the_router_among_them())
-    assert all(len(result.tokens) == 2 for result in results)
-    for index in (0, len(prompts) // 2, -1):
-        _assert_equal(results[index].logprobs, plain.greedy(prompts[index], 2))
-    wait_until(lambda: kit.all_serve(3), 60.0, "the router knows all workers again")
-
-
 def _overload(kit: ClusterKit, seed: int) -> list[tuple[int, ...]]:
     """Prompts that keep two workers busy for `OVERLOAD_S`; the small one cannot hold them."""
     workers = kit.status()["router"]["workers"]
@@ -223,6 +206,23 @@ def test_the_router_loads_elsewhere_when_the_holder_is_busy_and_the_record_says_
     assert (result.stats.worker_id, result.stats.tokens_loaded) == (SECOND, 288)
     dearer = [item for item in record["candidates"] if item["worker"].startswith(f"{FIRST}@")]
     assert all(item["price_ns"] > record["price_ns"] for item in dearer)
+
+
+def test_requests_that_wait_outlive_their_router(kit: ClusterKit, plain: PlainModel) -> None:
+    prompts = _overload(kit, seed=2000)
+
+    async def kill_the_router_among_them() -> list[GenerateResult]:
+        tasks = [asyncio.ensure_future(kit.client.generate(prompt, **TWO_TOKENS)) for prompt in prompts]
+        while not (await kit.connection.call("router", "status"))["admissions"]["queued_now"]:
+            await asyncio.sleep(0.05)
+        os.kill(await kit.connection.call("router", "pid"), signal.SIGKILL)
+        return await asyncio.gather(*tasks)
+
+    results = kit.run(kill_the_router_among_them())
+    assert all(len(result.tokens) == 2 for result in results)
+    for index in (0, len(prompts) // 2, -1):
+        _assert_equal(results[index].logprobs, plain.greedy(prompts[index], 2))
+    wait_until(lambda: kit.all_serve(3), 60.0, "the router knows all workers again")
 
 
 def _queued_tokens(kit: ClusterKit, worker_id: WorkerId) -> int:
