@@ -61,6 +61,7 @@ class Attempts:
         self._started_s = time.monotonic()
         self._delivered: list[int] = []
         self._ttft_ns: int | None = None
+        self._waited_ns: int | None = None
         self._excluded: set[WorkerKey] = set()
         self._failed: set[WorkerKey] = set()
         self._served: set[WorkerKey] = set()
@@ -96,6 +97,8 @@ class Attempts:
                 route = await self._route()
                 if route is None:
                     break
+                if self._waited_ns is None:
+                    self._waited_ns = self._elapsed_ns()
                 async with contextlib.aclosing(self._serve(route)) as chunks:
                     async for chunk in chunks:
                         yield chunk
@@ -232,13 +235,17 @@ class Attempts:
                 if self._delivered and self._ttft_ns is None:
                     self._ttft_ns = self._elapsed_ns()
                 if chunk.stats is not None:
-                    chunk = replace(chunk, stats=replace(chunk.stats, attempts=self._attempts))
+                    chunk = replace(chunk, stats=self._with_own_part(chunk.stats))
                 yield chunk
         finally:
             waiter.cancel()
             if step is not None:
                 await _give_up(step)
             await chunks.aclose()
+
+    def _with_own_part(self, stats: RequestStats) -> RequestStats:
+        """What the worker says, and what only the client knows."""
+        return replace(stats, attempts=self._attempts, waited_ns=self._waited_ns or 0)
 
     def _current(self) -> GenerateRequest:
         """The request as it stands: what was delivered is context now, and the budget has shrunk."""

@@ -3,8 +3,8 @@
     no limits                                    → admit, after waiting at the router while workers have more than
                                                    enough to do (`router.waiting`), and after yielding a moment to
                                                    those of higher priority that wait for slow decoding
-    expected first token beyond its limit        → degrade if it may, else shed: waiting outside the workers' queues,
-                                                   which the expectation contains, would not make it sooner
+    expected first token beyond its limit        → degrade if it may, after waiting at the router like those without
+                                                   limits; else shed: waiting would not make it sooner
     every worker decodes too slowly for it       → queue while there is time left before its first token is due, then
                                                    degrade or shed
     somebody of higher priority queues for that  → queue, while there is time left
@@ -42,11 +42,12 @@ class Admission(Enum):
 @dataclass(frozen=True, slots=True)
 class Ruling:
     """An admission; ``missed`` names the limit, or what is waited for; ``retry_after_ns`` is for `Admission.QUEUE` and
-    `Admission.SHED`."""
+    `Admission.SHED`, ``waited_ns`` what it has waited at this router."""
 
     admission: Admission
     missed: str = ""
     retry_after_ns: int = 0
+    waited_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,9 @@ class Forecast:
 def admit(limits: Limits, forecast: Forecast) -> Ruling:
     """Rule on one request."""
     late_ns = 0.0 if limits.ttft_ns is None else forecast.elapsed_ns + forecast.ttft_ns - limits.ttft_ns
+    held = forecast.hold_ns > 0.0 and forecast.elapsed_ns < MAX_HOLD_NS
+    if late_ns > 0.0 and held and limits.may_degrade:
+        return Ruling(Admission.QUEUE, WORKERS_BUSY, poll_ns(forecast.hold_ns))
     if late_ns > 0.0:
         return _too_much(limits, "ttft", late_ns)
     slow = limits.tpot_ns is not None and forecast.tpot_ns is not None and forecast.tpot_ns > limits.tpot_ns
@@ -78,7 +82,7 @@ def admit(limits: Limits, forecast: Forecast) -> Ruling:
         return Ruling(Admission.QUEUE, "tpot", POLL_NS)
     if slow:
         return _too_much(limits, "tpot", float(POLL_NS))
-    if forecast.hold_ns > 0.0 and limits.ttft_ns is None and forecast.elapsed_ns < MAX_HOLD_NS:
+    if held and limits.ttft_ns is None:
         return Ruling(Admission.QUEUE, WORKERS_BUSY, poll_ns(forecast.hold_ns))
     if forecast.outranked and _time_left_ns(limits, late_ns, forecast, MAX_YIELD_NS) > POLL_NS:
         return Ruling(Admission.QUEUE, "", POLL_NS)

@@ -19,7 +19,7 @@ from kvpool.reports import LoadSample, RequestOutcome, WorkerReport
 from kvpool.request import Limits
 from kvpool.types import BlockHash, MemberInfo, MemberState, RequestId, Role, Tier, WorkerKey
 from router import cost, roles
-from router.admission import Admission, queue_message, shed_message
+from router.admission import Admission, Ruling, queue_message, shed_message
 from router.decide import Decision
 from router.door import ADMITTED, Door, RequestMeta
 from router.fleet import Fleet
@@ -130,9 +130,9 @@ class RouterCore:
         part = None
         if decoders:
             part = roles.hand_over(request, snapshot, Params(), decision, decoders, f"{decision_id}{SECOND_PART}")
-        admission = self._admit(meta, decision_id, request, snapshot, decision, part)
+        ruling = self._admit(meta, decision_id, request, snapshot, decision, part)
         decoder = None if part is None else part.worker
-        self._remember(meta, decision_id, request, snapshot, decision, admission, decoder)
+        self._remember(meta, decision_id, request, snapshot, decision, ruling, decoder)
         scale = self._peers.scale
         promise = decision.promise if scale == 1.0 else decision.promise.scaled(scale)
         self._retotal(self._ledger.reserve(meta.request_id, promise, now_ns))
@@ -234,26 +234,26 @@ class RouterCore:
         snapshot: Snapshot,
         decision: Decision,
         part: HandOver | None,
-    ) -> Admission:
+    ) -> Ruling:
         """Rule on a decided request; raises when it does not start now. Its gaps are those of whoever decodes it."""
         decoder = decision.worker if part is None else part.worker
         tpot_ns = None if meta.limits.tpot_ns is None else self._tpot_ns(decoder)
         ruling = self._door.rule(meta, request.exclude, snapshot, decision, tpot_ns)
         if ruling is ADMITTED:
-            return Admission.ADMIT
+            return ruling
         self.tally.admissions[ruling.admission.value] += 1
         if ruling.admission is Admission.QUEUE:
             raise CapacityError(queue_message(ruling), retry_after_s=ruling.retry_after_ns / 1e9)
         if ruling.admission is Admission.SHED:
             self.release(meta.request_id)  # of an attempt before this one
-            self._remember(meta, decision_id, request, snapshot, decision, ruling.admission)
+            self._remember(meta, decision_id, request, snapshot, decision, ruling)
             forecast_ns = decision.price_ns if ruling.missed == "ttft" else tpot_ns or 0.0
             raise OverloadError(
                 shed_message(meta.limits, ruling, forecast_ns, float(decision.redo[decision.position])),
                 retry_after_s=ruling.retry_after_ns / 1e9,
                 missed=ruling.missed,
             )
-        return ruling.admission
+        return ruling
 
     def _expire(self, now_ns: int) -> None:
         self._retotal(self._ledger.expire(now_ns))
@@ -434,7 +434,7 @@ class RouterCore:
         request: RequestView,
         snapshot: Snapshot,
         decision: Decision,
-        admission: Admission,
+        ruling: Ruling,
         decoder: WorkerKey | None = None,
     ) -> None:
         at_ns, policy, keys = snapshot.now_ns, self._policy.name, self._keys
@@ -446,9 +446,10 @@ class RouterCore:
                 request,
                 keys,
                 decision,
-                admission=admission,
+                admission=ruling.admission,
                 decoder=decoder,
-                waited_ns=meta.elapsed_ns,
+                elapsed_ns=meta.elapsed_ns,
+                waited_ns=ruling.waited_ns,
             )
         )
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -87,13 +87,16 @@ class Door:
         outranked = self._room.outranks(limits.priority)
         hold_ns = 0.0 if turn is None else self._hold_ns(meta.request_id, exclude, turn, snapshot)
         ruling = admit(limits, Forecast(decision.price_ns, tpot_ns, meta.elapsed_ns, outranked, hold_ns))
+        since_ns = self._room.since_ns(meta.request_id)
         if ruling.admission is Admission.QUEUE:
             slow = ruling.missed == "tpot"
             back_ns = now_ns + ruling.retry_after_ns
-            self._room.enter(meta.request_id, back_ns, None if slow else turn, limits.priority if slow else None)
+            self._room.enter(
+                meta.request_id, now_ns, back_ns, None if slow else turn, limits.priority if slow else None
+            )
         else:
             self._room.leave(meta.request_id)
-        return ruling
+        return ruling if since_ns is None else replace(ruling, waited_ns=now_ns - since_ns)
 
     def leave(self, request_id: RequestId) -> None:
         """The request waits no longer."""

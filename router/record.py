@@ -24,8 +24,6 @@ _RECORD_OVERHEAD_BYTES = 1024
 _BYTES_PER_WORKER = 3 * 8
 _BYTES_PER_PRICE = 500
 _CANDIDATES_SHOWN = 12
-WAIT_SHOWN_NS = 50_000_000
-"""A wait before the decision that is worth a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,8 @@ class DecisionRecord(NamedTuple):
         admission: admitted, degraded (started although a limit will be missed) or shed (not started).
         decoder: who goes on after the first token, when that is somebody else (`router.roles`).
         followed: False when a client said that it follows another router's decision, or has given up.
-        waited_ns: time from the user's call to the decision: at the router (`router.waiting`), or in earlier attempts.
+        elapsed_ns: time from the user's call to the decision.
+        waited_ns: of that, what it waited at this router (`router.waiting`).
     """
 
     decision_id: str
@@ -75,6 +74,7 @@ class DecisionRecord(NamedTuple):
     admission: Admission = Admission.ADMIT
     decoder: WorkerKey | None = None
     followed: bool = True
+    elapsed_ns: int = 0
     waited_ns: int = 0
 
     def candidates(self) -> list[Candidate]:
@@ -146,6 +146,7 @@ class DecisionRecord(NamedTuple):
             "admission": self.admission.value,
             "decoder": None if self.decoder is None else str(self.decoder),
             "followed": self.followed,
+            "elapsed_ns": self.elapsed_ns,
             "waited_ns": self.waited_ns,
             "outcome": None if self.outcome is None else asdict(self.outcome),
         }
@@ -230,10 +231,8 @@ def explain_lines(record: DecisionRecord) -> list[str]:
         f"prompt: {record.request.prompt_tokens:,} tokens, {record.request.chain_blocks} full blocks",
         f"chosen: {decision.worker} · {_plan_text(record)} · expected {_seconds(decision.price_ns)}",
     ]
-    if record.waited_ns >= WAIT_SHOWN_NS:
-        lines.append(
-            f"decided {_seconds(record.waited_ns)} after the call: it waited at the router, or was tried before"
-        )
+    if record.waited_ns:
+        lines.append(f"waited: {_seconds(record.waited_ns)} at the router, until its turn came")
     if record.decoder is not None:
         lines.append(f"handed over: after the first token to {record.decoder}")
     if record.admission is Admission.DEGRADE:
@@ -277,8 +276,9 @@ def _outcome_lines(record: DecisionRecord) -> list[str]:
     predicted = max(1, record.decision.price_ns)
     off = 100.0 * (outcome.ttft_ns - predicted) / predicted
     lines = [
-        f"outcome: first token after {_seconds(outcome.ttft_ns)} ({off:+.0f} % against the prediction); tokens "
-        f"cached {outcome.tokens_cached:,}, loaded {outcome.tokens_loaded:,}, redone {outcome.tokens_redone:,}"
+        f"outcome: first token after {_seconds(outcome.ttft_ns)} ({off:+.0f} % against the prediction), "
+        f"{_seconds(record.elapsed_ns + outcome.ttft_ns)} after the call; "
+        f"tokens cached {outcome.tokens_cached:,}, loaded {outcome.tokens_loaded:,}, redone {outcome.tokens_redone:,}"
     ]
     if outcome.load_failures:
         lines.append("load failures: " + ", ".join(outcome.load_failures))

@@ -103,12 +103,17 @@ class WaitingRoom:
         self._free: list[int] = []
         self._table = np.empty((len(NOBODY), 0))
         self._blocking: dict[RequestId, int] = {}
+        self._since_ns: dict[RequestId, int] = {}
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._places
+
+    def since_ns(self, request_id: RequestId) -> int | None:
+        """When a request began to wait; None when it does not."""
+        return self._since_ns.get(request_id)
 
     def expire(self, now_ns: int) -> None:
         """Forget who has given up."""
@@ -130,7 +135,9 @@ class WaitingRoom:
         same_ns = work_ns @ (table[_POSITION] == turn.position)
         return Ahead(int(np.count_nonzero(before)), float(work_ns.sum()), float(same_ns))
 
-    def enter(self, request_id: RequestId, back_ns: int, turn: Turn | None, blocking: int | None = None) -> None:
+    def enter(
+        self, request_id: RequestId, now_ns: int, back_ns: int, turn: Turn | None, blocking: int | None = None
+    ) -> None:
         """A request waits, and will ask again at ``back_ns``; one that does not has given up.
 
         Args:
@@ -142,6 +149,7 @@ class WaitingRoom:
             if len(self._places) >= MAX_WAITING:
                 return
             place = self._take_place(request_id)
+            self._since_ns[request_id] = now_ns
         self._table[:, place] = (back_ns + GRACE_NS, *(NOBODY[_DUE:] if turn is None else turn))
         self._blocking.pop(request_id, None)
         if blocking is not None:
@@ -154,6 +162,7 @@ class WaitingRoom:
             self._table[:, place] = NOBODY
             self._free.append(place)
             self._blocking.pop(request_id, None)
+            del self._since_ns[request_id]
 
     def _take_place(self, request_id: RequestId) -> int:
         if not self._free:

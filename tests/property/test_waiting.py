@@ -39,7 +39,7 @@ def test_the_room_says_of_everybody_what_a_list_would_say(script: list[Step], as
     for name, action, turn, number in script:
         if action == "enter":
             blocking = number % 3 if number % 2 else None
-            room.enter(name, now_ns + number % 7, turn, blocking)
+            room.enter(name, now_ns, now_ns + number % 7, turn, blocking)
             naive.rows[name] = turn, blocking, now_ns + number % 7 + GRACE_NS
         elif action == "leave":
             room.leave(name)

@@ -176,8 +176,10 @@ def test_a_queued_request_asks_again_until_the_last_moment_of_its_budget(monkeyp
 
 def test_waiting_at_the_router_is_no_attempt() -> None:
     cluster = Cluster([UnavailableError("died")])
-    cluster.refusals = [CapacityError("busy", retry_after_s=0.001)] * 5
-    assert _ask(cluster).stats.attempts == 2
+    cluster.refusals = [CapacityError("busy", retry_after_s=0.02)] * 5
+    stats = _ask(cluster).stats
+    assert stats.attempts == 2
+    assert stats.waited_ns >= 5 * 20_000_000  # the stats say how long it waited
     assert not cluster.left  # it was decided
 
 

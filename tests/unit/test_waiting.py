@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvpool.errors import CapacityError, RequestError
+from kvpool.errors import CapacityError, OverloadError, RequestError
 from kvpool.reports import WorkerLoad
 from kvpool.request import MAX_PRIORITY, Limits
 from kvpool.types import RequestId
@@ -22,20 +22,20 @@ HOLD = Hold()
 
 def test_the_waiting_room_forgets_who_stops_asking_and_is_bounded() -> None:
     room = WaitingRoom()
-    room.enter(A, POLL_NS, None, blocking=5)
+    room.enter(A, 0, POLL_NS, None, blocking=5)
     room.expire(POLL_NS + GRACE_NS - 1)
     assert room.outranks(0)
     assert not room.outranks(5)
     room.expire(POLL_NS + GRACE_NS)
     assert len(room) == 0
     for number in range(MAX_WAITING + 5):
-        room.enter(RequestId(str(number)), 0, Turn(number, 1.0))
+        room.enter(RequestId(str(number)), 0, 0, Turn(number, 1.0))
     assert len(room) == MAX_WAITING
     room.leave(RequestId("3"))
     assert len(room) == MAX_WAITING - 1
     late = RequestId(str(MAX_WAITING + 1))
     assert room.ahead(late, Turn(MAX_WAITING + 1, 1.0)).number == MAX_WAITING - 1  # who found no place has its turn
-    room.enter(late, 0, Turn(MAX_WAITING + 1, 1.0))
+    room.enter(late, 0, 0, Turn(MAX_WAITING + 1, 1.0))
     assert room.ahead(A, Turn(math.inf, 1.0)).work_ns == MAX_WAITING
     room.expire(GRACE_NS)
     assert len(room) == 0
@@ -44,13 +44,13 @@ def test_the_waiting_room_forgets_who_stops_asking_and_is_bounded() -> None:
 
 def test_only_work_whose_turn_is_earlier_is_ahead_of_a_request() -> None:
     room = WaitingRoom()
-    room.enter(A, S, Turn(1.0, 10.0, 0))
-    room.enter(B, S, Turn(2.0, 20.0, 1))
-    room.enter(C, S, None)  # waits for something else
+    room.enter(A, 0, S, Turn(1.0, 10.0, 0))
+    room.enter(B, 0, S, Turn(2.0, 20.0, 1))
+    room.enter(C, 0, S, None)  # waits for something else
     assert room.ahead(RequestId("d"), Turn(3.0, 1.0, 1)) == (2, 30.0, 20.0)
     assert room.ahead(B, Turn(2.0, 20.0, 1)) == (1, 10.0, 0.0)
     assert room.ahead(A, Turn(1.0, 10.0, 0)) == (0, 0.0, 0.0)
-    room.enter(A, S, Turn(5.0, 10.0, 0))  # asked again: it has aged differently
+    room.enter(A, 0, S, Turn(5.0, 10.0, 0))  # asked again: it has aged differently
     assert room.ahead(B, Turn(2.0, 20.0, 0)) == (0, 0.0, 0.0)
     assert room.ahead(A, Turn(5.0, 10.0, 1)) == (1, 20.0, 20.0)  # never behind itself
 
@@ -119,12 +119,15 @@ def test_requests_wait_at_the_router_while_workers_have_seconds_to_do_and_start_
 
 def test_the_record_says_how_long_a_request_waited_before_it_was_decided() -> None:
     core, clock = overloaded()
-    clock.now_ns += 8 * S
-    assert asks(core, "r", elapsed_ns=8 * S) is None
+    for second in range(7):  # it asks more often than it has to
+        assert asks(core, "r", elapsed_ns=(1 + second) * S) is not None
+        clock.now_ns += S
+    clock.now_ns += 300 * MS
+    assert asks(core, "r", elapsed_ns=8_300 * MS) is None
     record = core.record(RequestId("r"))
     assert record is not None
-    assert record.to_dict()["waited_ns"] == 8 * S
-    assert "decided 8.00 s after the call" in "\n".join(core.explain(RequestId("r")))
+    assert (record.to_dict()["elapsed_ns"], record.to_dict()["waited_ns"]) == (8_300 * MS, 7_300 * MS)
+    assert "waited: 7.30 s at the router" in "\n".join(core.explain(RequestId("r")))
 
 
 def test_a_worker_that_is_nearly_free_takes_who_chooses_it_however_busy_the_others_are() -> None:
@@ -185,6 +188,17 @@ def test_higher_priorities_are_due_earlier_and_nobody_yields_for_long() -> None:
 def test_a_limit_on_the_first_token_is_judged_at_once() -> None:
     core, _ = overloaded()
     assert asks(core, "limited", limits=Limits(ttft_ns=60 * S)) is None
+    with pytest.raises(OverloadError):
+        core.route(meta("late", limits=Limits(ttft_ns=S)))
+
+
+def test_who_will_miss_its_limit_and_may_waits_like_those_without_one() -> None:
+    core, clock = overloaded()
+    late = Limits(ttft_ns=S, may_degrade=True)
+    assert asks(core, "late", limits=late) is not None
+    clock.now_ns += 7 * S + S // 2
+    assert asks(core, "late", limits=late, elapsed_ns=7 * S + S // 2) is None
+    assert core.status()["admissions"]["degrade"] == 1
 
 
 def test_those_whom_a_dead_worker_failed_do_not_flood_the_others() -> None:
