@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from kvpool.interrupts import EXIT_INTERRUPTED
@@ -13,8 +14,9 @@ from tests.multiprocess.cluster_kit import processes_of
 ENDS_S = 60.0
 
 BEGIN = """
-import asyncio, sys
+import asyncio, signal, sys
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background may ignore it
 from kvpool.interrupts import at_hard_end, second_interrupt_ends
 here = Path(sys.argv[1])
 """
@@ -57,6 +59,9 @@ def _start(code: str, *arguments: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+    watchdog = threading.Timer(ENDS_S, child.kill)  # reading its output has no limit of its own
+    watchdog.daemon = True
+    watchdog.start()
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
     return child
