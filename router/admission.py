@@ -5,8 +5,9 @@
                                                    those of higher priority that wait for slow decoding
     expected first token beyond its limit        → degrade if it may, after waiting at the router like those without
                                                    limits; else shed: waiting would not make it sooner
-    every worker decodes too slowly for it       → queue while there is time left before its first token is due, then
-                                                   degrade or shed
+    every worker decodes too slowly for it       → queue while there is time left before its first token is due (a
+                                                   moment, if it may degrade), then degrade or shed; at once when
+                                                   nothing decodes there whose end would make it faster
     somebody of higher priority queues for that  → queue, while there is time left
 
 A queued request waits at its client, which asks again; the router keeps only who waits with which priority, for as
@@ -15,14 +16,20 @@ long as they keep asking. Nothing is shed that carries no limit.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
 from kvpool.request import Limits
+from router.decoding import FADE_NS
 from router.waiting import MAX_YIELD_NS, POLL_NS, poll_ns
 
 MAX_QUEUE_NS = 30_000_000_000
 """A request without a limit on its first token waits for a worker that decodes fast enough for no longer than this."""
+MAX_DEGRADABLE_QUEUE_NS = 2_000_000_000
+"""One that may degrade waits for it no longer than this, whatever its limits."""
+STAYS_SLOW_NS = math.inf
+"""Gap between tokens on a worker that is too slow for the request with nothing on it, so that waiting does not help."""
 MAX_HOLD_NS = 600_000_000_000
 """A request waits for a worker to come near the end of its queue for no longer than this. An end for the worst case:
 whoever is sent on before its turn is bound early, and in a long overload that would be everybody."""
@@ -56,7 +63,7 @@ class Forecast:
 
     Attributes:
         ttft_ns: time to its first token from now.
-        tpot_ns: gap between its tokens on the best worker, None when no worker has told its speed.
+        tpot_ns: gap between its tokens on the best worker, None when its speed is unknown; see also `STAYS_SLOW_NS`.
         elapsed_ns: time since the user's call.
         outranked: somebody of higher priority waits.
         hold_ns: until its worker needs it, at the router.
@@ -72,21 +79,31 @@ class Forecast:
 def admit(limits: Limits, forecast: Forecast) -> Ruling:
     """Rule on one request."""
     late_ns = 0.0 if limits.ttft_ns is None else forecast.elapsed_ns + forecast.ttft_ns - limits.ttft_ns
-    held = forecast.hold_ns > 0.0 and forecast.elapsed_ns < MAX_HOLD_NS
-    if late_ns > 0.0 and held and limits.may_degrade:
-        return Ruling(Admission.QUEUE, WORKERS_BUSY, poll_ns(forecast.hold_ns))
-    if late_ns > 0.0:
-        return _too_much(limits, "ttft", late_ns)
     slow = limits.tpot_ns is not None and forecast.tpot_ns is not None and forecast.tpot_ns > limits.tpot_ns
-    if slow and _time_left_ns(limits, late_ns, forecast, MAX_QUEUE_NS) > POLL_NS:
-        return Ruling(Admission.QUEUE, "tpot", POLL_NS)
-    if slow:
-        return _too_much(limits, "tpot", float(POLL_NS))
-    if held and limits.ttft_ns is None:
+    missed = "ttft" if late_ns > 0.0 else "tpot" if slow else ""
+    if missed == "tpot" and forecast.tpot_ns != STAYS_SLOW_NS and _patience_ns(limits, late_ns, forecast) > POLL_NS:
+        return Ruling(Admission.QUEUE, missed, POLL_NS)
+    held = forecast.hold_ns > 0.0 and forecast.elapsed_ns < MAX_HOLD_NS
+    if held and (limits.ttft_ns is None or late_ns > 0.0) and (limits.may_degrade or not missed):
         return Ruling(Admission.QUEUE, WORKERS_BUSY, poll_ns(forecast.hold_ns))
+    if missed:
+        return _too_much(limits, missed, late_ns if missed == "ttft" else FADE_NS)
     if forecast.outranked and _time_left_ns(limits, late_ns, forecast, MAX_YIELD_NS) > POLL_NS:
         return Ruling(Admission.QUEUE, "", POLL_NS)
     return Ruling(Admission.ADMIT)
+
+
+def gap_ns(limits: Limits, tpot_ns: float | None, others: float) -> float | None:
+    """`Forecast.tpot_ns` where ``tpot_ns`` are expected on a worker that has ``others`` requests."""
+    if limits.tpot_ns is None or tpot_ns is None:
+        return None
+    return STAYS_SLOW_NS if tpot_ns > limits.tpot_ns and not others else tpot_ns
+
+
+def _patience_ns(limits: Limits, late_ns: float, forecast: Forecast) -> float:
+    """How long the request may still wait for faster decoding."""
+    left_ns = _time_left_ns(limits, late_ns, forecast, MAX_QUEUE_NS)
+    return min(left_ns, MAX_DEGRADABLE_QUEUE_NS - forecast.elapsed_ns) if limits.may_degrade else left_ns
 
 
 def _time_left_ns(limits: Limits, late_ns: float, forecast: Forecast, most_ns: int) -> float:

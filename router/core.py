@@ -19,7 +19,7 @@ from kvpool.reports import LoadSample, RequestOutcome, WorkerReport
 from kvpool.request import Limits
 from kvpool.types import BlockHash, MemberInfo, MemberState, RequestId, Role, Tier, WorkerKey
 from router import cost, roles
-from router.admission import Admission, Ruling, queue_message, shed_message
+from router.admission import Admission, Ruling, gap_ns, queue_message, shed_message
 from router.decide import Decision
 from router.door import ADMITTED, Door, RequestMeta
 from router.fleet import Fleet
@@ -206,9 +206,9 @@ class RouterCore:
 
     def _choose(self, request: RequestView, snapshot: Snapshot, limits: Limits) -> Decision:
         """The policy's choice among the workers that decode fast enough, or among all when none does."""
-        slow = request.exclude
+        slow, now_ns = request.exclude, snapshot.now_ns
         if limits.tpot_ns is not None:
-            slow |= {key for key in self._decoding_keys() if (self._tpot_ns(key) or 0.0) > limits.tpot_ns}
+            slow |= {key for key in self._decoding_keys() if (self._tpot_ns(key, now_ns) or 0.0) > limits.tpot_ns}
         if len(slow) > len(request.exclude):
             try:
                 return self._policy.choose(request._replace(exclude=slow), snapshot, self._rng)
@@ -221,10 +221,12 @@ class RouterCore:
         hands_over = bool(self._fleet.decoders())
         return [view.key for view in self._fleet.workers if not (hands_over and view.role is Role.PREFILL)]
 
-    def _tpot_ns(self, key: WorkerKey) -> float | None:
+    def _tpot_ns(self, key: WorkerKey, now_ns: int) -> float | None:
         """Expected gap between tokens on a worker that takes one more request."""
-        requests = self._fleet.columns.requests.item(self._fleet.index[key])
-        return self._learned.decodes.tpot_ns(key.worker_id, requests + 1.0)
+        return self._learned.decodes.tpot_ns(key.worker_id, self._requests(key) + 1.0, now_ns)
+
+    def _requests(self, key: WorkerKey) -> float:
+        return self._fleet.columns.requests.item(self._fleet.index[key])
 
     def _admit(
         self,
@@ -237,8 +239,9 @@ class RouterCore:
     ) -> Ruling:
         """Rule on a decided request; raises when it does not start now. Its gaps are those of whoever decodes it."""
         decoder = decision.worker if part is None else part.worker
-        tpot_ns = None if meta.limits.tpot_ns is None else self._tpot_ns(decoder)
-        ruling = self._door.rule(meta, request.exclude, snapshot, decision, tpot_ns)
+        tpot_ns = None if meta.limits.tpot_ns is None else self._tpot_ns(decoder, snapshot.now_ns)
+        expected_ns = gap_ns(meta.limits, tpot_ns, self._requests(decoder))
+        ruling = self._door.rule(meta, request.exclude, snapshot, decision, expected_ns)
         if ruling is ADMITTED:
             return ruling
         self.tally.admissions[ruling.admission.value] += 1
@@ -324,7 +327,7 @@ class RouterCore:
         self._retotal((key,))
         if report.counters:
             counters = dict(report.counters)
-            self._learned.decodes.observe(key.worker_id, self._worker_counters.get(key, {}), counters)
+            self._learned.decodes.observe(key.worker_id, self._worker_counters.get(key, {}), counters, now_ns)
             self._worker_counters[key] = counters
 
     def outcome(self, outcome: RequestOutcome) -> None:

@@ -57,7 +57,7 @@ def _worker_row(
     view, columns = fleet.workers[position], fleet.columns
     key, requests = view.key, columns.requests.item(position)
     curve = learned.prefills.curve(key.worker_id)
-    tpot_ns = learned.decodes.tpot_ns(key.worker_id, max(1.0, requests))
+    tpot_ns = learned.decodes.tpot_ns(key.worker_id, max(1.0, requests), now_ns)
     return {
         "worker": str(key),
         "role": view.role.value,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,9 +11,18 @@ from kvpool.errors import CapacityError, OverloadError
 from kvpool.reports import PrefillSample, WorkerLoad
 from kvpool.request import NO_LIMITS, Limits
 from kvpool.types import RequestId
-from router.admission import MAX_HOLD_NS, MAX_QUEUE_NS, WORKERS_BUSY, Admission, Forecast, admit
+from router.admission import (
+    MAX_DEGRADABLE_QUEUE_NS,
+    MAX_HOLD_NS,
+    MAX_QUEUE_NS,
+    STAYS_SLOW_NS,
+    WORKERS_BUSY,
+    Admission,
+    Forecast,
+    admit,
+)
 from router.core import RouterCore
-from router.decoding import DecodeEstimators
+from router.decoding import FADE_NS, DecodeEstimators
 from router.waiting import POLL_NS
 from tests.unit.router_kit import MS, S, key, report
 from tests.unit.test_router_core import Clock, make_core, meta
@@ -48,6 +58,25 @@ def test_slow_decoding_is_waited_out_while_the_first_token_is_not_due() -> None:
     assert admit(Limits(tpot_ns=50 * MS), Forecast(1.0, 80.0 * MS, MAX_QUEUE_NS)).admission is Admission.SHED
 
 
+def test_who_may_degrade_waits_a_moment_for_faster_decoding_and_then_starts() -> None:
+    for limits in (Limits(tpot_ns=1, may_degrade=True), Limits(60 * S, tpot_ns=1, may_degrade=True)):
+        waited = [admit(limits, Forecast(1.0, 2.0, elapsed)) for elapsed in (0, MAX_DEGRADABLE_QUEUE_NS)]
+        assert [ruling.admission for ruling in waited] == [Admission.QUEUE, Admission.DEGRADE]
+
+
+def test_who_may_degrade_does_not_pass_those_that_wait_for_their_turn_because_decoding_is_slow() -> None:
+    late = Forecast(1.0, 2.0, MAX_DEGRADABLE_QUEUE_NS, hold_ns=4.0 * S)
+    ruling = admit(Limits(tpot_ns=1, may_degrade=True), late)
+    assert (ruling.admission, ruling.missed) == (Admission.QUEUE, WORKERS_BUSY)
+    assert admit(Limits(60 * S, tpot_ns=1, may_degrade=True), late).admission is Admission.DEGRADE
+
+
+def test_slow_decoding_that_no_end_of_others_makes_faster_is_not_waited_out() -> None:
+    ruling = admit(Limits(tpot_ns=1), Forecast(1.0, STAYS_SLOW_NS))
+    assert (ruling.admission, ruling.missed, ruling.retry_after_ns) == (Admission.SHED, "tpot", FADE_NS)
+    assert admit(Limits(tpot_ns=1, may_degrade=True), Forecast(1.0, STAYS_SLOW_NS)).admission is Admission.DEGRADE
+
+
 def test_an_unknown_decode_speed_refuses_nobody() -> None:
     assert admit(Limits(tpot_ns=1), Forecast(1.0 * S, tpot_ns=None)).admission is Admission.ADMIT
 
@@ -67,10 +96,14 @@ def test_who_is_held_waits_half_of_the_time_and_no_longer_than_a_bound() -> None
     assert admit(Limits(ttft_ns=10 * S), Forecast(9.0 * S, hold_ns=4.0 * S)).admission is Admission.ADMIT
 
 
+def steps_of(step_ms: int, running: int) -> dict[str, int]:
+    return {"decode_steps": 10, "decode_requests": 10 * running, "decode_ns": 10 * step_ms * MS}
+
+
 def test_decode_speed_is_learned_from_running_totals() -> None:
     decodes = DecodeEstimators()
     worker = key(0).worker_id
-    assert decodes.tpot_ns(worker, 4) is None
+    assert decodes.tpot_ns(worker, 4, S) is None
     totals = {"decode_steps": 0, "decode_requests": 0, "decode_ns": 0}
     for number in range(60):
         batch = 1 + number % 8
@@ -79,13 +112,24 @@ def test_decode_speed_is_learned_from_running_totals() -> None:
             "decode_requests": totals["decode_requests"] + 10 * batch,
             "decode_ns": totals["decode_ns"] + 10 * (20 + 3 * batch) * MS,
         }
-        decodes.observe(worker, totals, after)
+        decodes.observe(worker, totals, after, S)
         totals = after
     for batch in (1, 8):
-        assert decodes.tpot_ns(worker, batch) == pytest.approx((20 + 3 * batch) * MS, rel=0.05)
-    assert decodes.tpot_ns(key(1).worker_id, 1) is not None  # borrowed from all
-    decodes.observe(worker, totals, totals)
-    decodes.observe(worker, totals, {})  # a new incarnation begins at nothing
+        assert decodes.tpot_ns(worker, batch, S) == pytest.approx((20 + 3 * batch) * MS, rel=0.05)
+    assert decodes.tpot_ns(key(1).worker_id, 1, S) is None  # nobody is refused for what others show
+    decodes.observe(worker, totals, totals, 2 * S)  # no steps
+    decodes.observe(worker, totals, {}, 2 * S)  # a new incarnation begins at nothing
+    assert decodes.tpot_ns(worker, 1, S + FADE_NS - 1) is not None
+    assert decodes.tpot_ns(worker, 1, S + FADE_NS) is None
+
+
+def test_after_a_silence_a_decode_speed_is_learned_from_nothing() -> None:
+    decodes, worker = DecodeEstimators(), key(0).worker_id
+    for number in range(50):
+        decodes.observe(worker, {}, steps_of(353, 16), number * S)
+    after_ns = 49 * S + FADE_NS
+    decodes.observe(worker, {}, steps_of(70, 1), after_ns)
+    assert decodes.tpot_ns(worker, 1, after_ns) == pytest.approx(70 * MS)
 
 
 # -- the router
@@ -188,6 +232,22 @@ def test_when_every_worker_decodes_too_slowly_the_request_queues_then_is_shed_an
     clock.now_ns += S
     assert core.route(meta("later")).worker == key(0)
     assert core.status()["admissions"] == {"queue": 2, "admit": 1, "shed": 1, "queued_now": 0}
+
+
+def test_a_worker_that_was_slow_in_a_past_overload_is_probed_once_it_has_been_silent() -> None:
+    core, _, clock = make_core(1)
+    for sequence in (1, 2, 3):
+        _decoding(core, 0, 353, 16, sequence)
+    core.on_report(report(0, 4))  # it is over
+    picky = Limits(tpot_ns=150 * MS)
+    with pytest.raises(OverloadError, match="gap between tokens") as shed:
+        core.route(meta("now", limits=picky))
+    assert core.route(meta("any", limits=replace(picky, may_degrade=True))).worker == key(0)
+    core.release(RequestId("any"))
+    clock.now_ns += round(shed.value.details["retry_after_s"] * S)
+    assert core.status()["workers"][0]["tpot_ms"] is None
+    assert core.route(meta("again", limits=picky)).worker == key(0)
+    assert core.status()["admissions"] == {"shed": 1, "degrade": 1, "admit": 1, "queued_now": 0}
 
 
 def test_finished_requests_are_counted_by_the_limits_they_met() -> None:
