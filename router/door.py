@@ -77,8 +77,8 @@ class Door:
 
         Args:
             exclude: workers that cannot take it.
-            tpot_ns: expected gap between its tokens, or `router.admission.STAYS_SLOW_NS`; None when it does not matter, or
-                nobody knows.
+            tpot_ns: expected gap between its tokens, or `router.admission.STAYS_SLOW_NS`; None when it does not
+                matter, or nobody knows.
         """
         limits, now_ns = meta.limits, snapshot.now_ns
         turn = self._turn(meta, snapshot, decision)
