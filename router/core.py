@@ -240,7 +240,7 @@ class RouterCore:
         """Rule on a decided request; raises when it does not start now. Its gaps are those of whoever decodes it."""
         decoder = decision.worker if part is None else part.worker
         tpot_ns = None if meta.limits.tpot_ns is None else self._tpot_ns(decoder, snapshot.now_ns)
-        expected_ns = gap_ns(meta.limits, tpot_ns, self._requests(decoder))
+        expected_ns = None if tpot_ns is None else gap_ns(meta.limits, tpot_ns, self._requests(decoder))
         ruling = self._door.rule(meta, request.exclude, snapshot, decision, expected_ns)
         if ruling is ADMITTED:
             return ruling
@@ -449,10 +449,12 @@ class RouterCore:
                 request,
                 keys,
                 decision,
-                admission=ruling.admission,
-                decoder=decoder,
-                elapsed_ns=meta.elapsed_ns,
-                waited_ns=ruling.waited_ns,
+                None,
+                ruling.admission,
+                decoder,
+                True,
+                meta.elapsed_ns,
+                ruling.waited_ns,
             )
         )
 

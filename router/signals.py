@@ -257,7 +257,11 @@ def holdings(request: RequestView, snapshot: Snapshot) -> list[Holding]:
         if position is None:
             continue
         if tiers is not seen:  # equally long ones share theirs
-            blocks, best_tier = longest(tiers, limit)
+            if len(tiers) == 1:  # as mostly, and a call would take longer than all else here
+                ((best_tier, blocks),) = tiers.items()
+                blocks = blocks if blocks < limit else limit
+            else:
+                blocks, best_tier = longest(tiers, limit)
             seen = tiers
         if blocks > 0:
             tier = _read_from(best_tier, key, snapshot) if fills else best_tier
