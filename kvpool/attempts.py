@@ -67,7 +67,7 @@ class Attempts:
         self._served: set[WorkerKey] = set()
         self._failures = 0
         self._attempts = 0
-        self._waits = False  # at the router, which asked to be asked again
+        self._waits = False  # at the router, which asked to be asked again, or was being asked at the end
         self._serving: WorkerKey | None = None
 
     async def run(self) -> AsyncGenerator[TokenChunk]:
@@ -96,6 +96,7 @@ class Attempts:
             try:
                 route = await self._route()
                 if route is None:
+                    self._attempts -= 1
                     break
                 if self._waited_ns is None:
                     self._waited_ns = self._elapsed_ns()
@@ -169,7 +170,7 @@ class Attempts:
             waiter.cancel()
             await _give_up(asking)
             error = None if asking.cancelled() else asking.exception()
-            self._waits = error is not None and retry_after_s(error) is not None
+            self._waits = asking.cancelled() or (error is not None and retry_after_s(error) is not None)
 
     async def _serve(self, route: Route) -> AsyncGenerator[TokenChunk]:
         """Chunks of one attempt, on one worker or handed over after the first token."""

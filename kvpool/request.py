@@ -201,7 +201,7 @@ class RequestStats:
         ttft_ns: arrival at the worker → first token.
         preemptions: how often it was preempted.
         load_failures: names (`KVPoolError.code`) of loads that failed and were redone.
-        attempts: how many workers were tried, filled in by the client.
+        attempts: how many workers were tried, and routers in vain, filled in by the client.
         waited_ns: the user's call → the router's first decision, on the client's clock and filled in by it; in overload
             requests wait at the router. What the user waited for the first token is this and ``ttft_ns``.
         decoded_by: who went on after the first token, when another worker did.

@@ -120,7 +120,7 @@ def test_a_batch_of_eight_equals_the_plain_model_one_by_one(kit: ClusterKit, pla
 def test_in_overload_requests_wait_at_the_router_and_equal_the_plain_model(kit: ClusterKit, plain: PlainModel) -> None:
     prompts = _overload(kit, seed=1000)
     asked = [kit.client.generate(prompt, **TWO_TOKENS) for prompt in prompts]
-    *results, ended = kit.run(kit.gather([*asked, _give_up_waiting(kit, prompts[0])]))
+    *results, ended = kit.run(kit.gather([*asked, _give_up_waiting(kit, _prompt(OVERLOAD_TOKENS, 999))]))
     assert (ended.finish, ended.stats.attempts) == (FinishReason.CANCELLED, 0)
     records = [kit.run(kit.client.explain(result.request_id)) for result in results]
     waited = sorted(range(len(prompts)), key=lambda index: records[index]["waited_ns"])

@@ -23,7 +23,7 @@ from kvpool import attempts
 from kvpool.client import AsyncKVPoolClient, KVPoolClient
 from kvpool.errors import CapacityError, DeadlineError, DuplicateError, KVPoolError, RequestError, UnavailableError
 from kvpool.plan import REDO, HandOver, Route
-from kvpool.request import FinishReason, GenerateRequest, RequestStats, SamplingParams, TokenChunk
+from kvpool.request import FinishReason, GenerateRequest, GenerateResult, RequestStats, SamplingParams, TokenChunk
 from kvpool.tokenizer import TokenizerFiles
 from kvpool.types import RequestId, WorkerEpoch, WorkerId, WorkerKey
 
@@ -215,6 +215,23 @@ def test_who_is_cancelled_while_it_waits_ends_at_once_and_leaves_its_place(how: 
     cluster = asyncio.run(run())
     assert cluster.left == [RequestId("r")]
     assert len(cluster.refusals) == 1
+
+
+@pytest.mark.parametrize("told_before", [0, 1, 3])
+def test_who_is_cancelled_while_the_router_is_asked_tried_nobody_and_leaves_its_place(told_before: int) -> None:
+    async def run() -> tuple[GenerateResult, Cluster]:
+        cluster = Cluster()
+        cluster.refusals = [CapacityError("the workers are busy", retry_after_s=0.001)] * told_before + [FOREVER]
+        client = AsyncKVPoolClient.of(cluster)  # type: ignore[arg-type]
+        running = asyncio.ensure_future(client.generate([1], request_id="r"))
+        while cluster.refusals:
+            await asyncio.sleep(0)
+        assert await client.cancel("r")
+        return await asyncio.wait_for(running, 4.0), cluster
+
+    result, cluster = asyncio.run(run())
+    assert (result.finish, result.stats.attempts) == (FinishReason.CANCELLED, 0)
+    assert cluster.left == [RequestId("r")]
 
 
 def test_a_full_cluster_is_waited_for_as_long_as_the_budget_lasts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -17,8 +18,20 @@ from router import compiled, kernel
 SIGNATURE = "float64(float64)"
 
 
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a module that can be imported, as numba does it to build again what it kept, and of which it keeps nothing
+    yet."""
+    import numba
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
+    return tmp_path / "twice.py"
+
+
 def twice_from(path: Path) -> Callable[[float], float]:
-    """A function of a module of its own."""
+    """The function of that module, as a new process would have it: nothing of the last one is in memory."""
+    gc.collect()
     path.write_text("def twice(value):\n    return 2.0 * value\n")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
@@ -68,15 +81,12 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         best_stripes(table, work, kept, sheet, found, ways, links, links, np.ones(2), np.zeros(4), 1.0)
 
 
-def test_what_was_kept_of_other_sources_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import numba
-
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
-    compiled.compile_loop(twice_from(tmp_path / "twice.py"), SIGNATURE)
-    again = compiled.compile_loop(twice_from(tmp_path / "twice.py"), SIGNATURE)
+def test_what_was_kept_of_other_sources_is_compiled_anew(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled.compile_loop(twice_from(source), SIGNATURE)
+    again = compiled.compile_loop(twice_from(source), SIGNATURE)
     assert sum(again.stats.cache_hits.values()) == 1
     monkeypatch.setattr(compiled, "_sources", lambda: 1)  # one of the files that it inlines has changed
-    anew = compiled.compile_loop(twice_from(tmp_path / "twice.py"), SIGNATURE)
+    anew = compiled.compile_loop(twice_from(source), SIGNATURE)
     assert sum(anew.stats.cache_hits.values()) == 0
 
 
@@ -104,19 +114,16 @@ def _with_a_hole(whole: bytes) -> bytes:
     return whole[:half] + bytes(min(4096, len(whole) - half)) + whole[half + 4096 :]
 
 
-def test_what_was_kept_and_is_damaged_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import numba
-
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
-    assert compiled.compile_loop(twice_from(tmp_path / "twice.py"), SIGNATURE)(4.0) == 8.0
-    kept = [path for path in (tmp_path / "kept").rglob("*") if path.is_file()]
+def test_what_was_kept_and_is_damaged_is_compiled_anew(source: Path) -> None:
+    assert compiled.compile_loop(twice_from(source), SIGNATURE)(4.0) == 8.0
+    kept = [path for path in (source.parent / "kept").rglob("*") if path.is_file()]
     assert {path.suffix for path in kept} == {".nbi", ".nbc", ".crc"}
     whole = {path: path.read_bytes() for path in kept}
     for spoil in (_emptied, _garbage, _cut, _with_a_hole):  # a hole in the code ends whoever loads it
         for path in kept:
             path.write_bytes(spoil(whole[path]))
-        assert compiled.compile_loop(twice_from(tmp_path / "twice.py"), SIGNATURE)(4.0) == 8.0
-        again = compiled.compile_loop(twice_from(tmp_path / "twice.py"), SIGNATURE)
+        assert compiled.compile_loop(twice_from(source), SIGNATURE)(4.0) == 8.0
+        again = compiled.compile_loop(twice_from(source), SIGNATURE)
         assert sum(again.stats.cache_hits.values()) == 1, "what was damaged is kept again"
 
 
