@@ -119,6 +119,8 @@ class ClusterConnection:
         """Names of all actors of the cluster as Ray knows them, for when no router says which there are."""
 
         def look() -> list[str]:
+            if not ray.is_initialized():  # else Ray would start a cluster to ask
+                raise UnavailableError("the connection to the Ray cluster is closed", gone=True)
             named = ray.util.list_named_actors(all_namespaces=True)
             return sorted(item["name"] for item in named if item["namespace"] == self._namespace)
 

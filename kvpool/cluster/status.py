@@ -19,8 +19,12 @@ async def cluster_status(connection: ClusterConnection) -> dict[str, Any]:
     """Status of routers, workers and metadata servers. A part that does not answer is named, with its error.
 
     Returns:
-        ``{"model", "router", "routers": {name: …}, "workers": {id: …}, "metadata": {address: …}}``; a dead part is
-        ``{"error": …}``. ``router`` is what those that answer have to say together (`kvpool.cluster.merge`).
+        ``{"model", "router", "routers": {name: …}, "workers": {id: …}, "metadata": {address: …}, "unknown": {…}}``; a
+        dead part is ``{"error": …}``. ``router`` is what those that answer have to say together
+        (`kvpool.cluster.merge`). ``unknown`` says of which kinds of parts nobody tells which there are, and why.
+
+    Raises:
+        UnavailableError: Ray runs nothing of this cluster.
     """
     try:
         info = await connection.info(PART_TIMEOUT_S)
@@ -49,23 +53,34 @@ async def cluster_status(connection: ClusterConnection) -> dict[str, Any]:
         "routers": router_rows(routers),
         "workers": workers,
         "metadata": metadata,
+        "unknown": {},
     }
 
 
 async def _without_routers(connection: ClusterConnection, error: KVPoolError) -> dict[str, Any]:
-    """What Ray and the workers say when no router answers: nobody says then where the metadata servers are."""
+    """What is left to say when no router answers: Ray knows who else there is, and workers where the directory is."""
     try:
-        actors = () if error.details.get("gone") else await connection.actors()
-    except KVPoolError:
-        actors = ()
+        actors = await connection.actors()
+    except KVPoolError as silence:
+        nobody = f"neither a router nor Ray answers: {silence.message}"
+        return {
+            **{"router": _dead(error), "routers": {}, "workers": {}, "metadata": {}},
+            "unknown": dict.fromkeys(("routers", "workers", "metadata"), nobody),
+        }
+    if not actors:
+        raise error
     routers = [name for name in actors if is_router(name)]
     workers = [name for name in actors if not is_router(name)]
     told = await asyncio.gather(*(_part(_worker_status(connection, name)) for name in workers))
+    endpoints = (part.get("publisher", {}).get("endpoints", ()) for part in told)
+    servers = tuple(dict.fromkeys(address for addresses in endpoints for address in addresses))
+    described = await asyncio.gather(*(_part(asyncio.to_thread(_describe, address)) for address in servers))
     return {
         "router": _dead(error),
         "routers": {name: _dead(error) for name in routers},
         "workers": dict(zip(workers, told, strict=True)),
-        "metadata": {},
+        "metadata": dict(zip(servers, described, strict=True)),
+        "unknown": {} if servers else {"metadata": "no router and no worker answers that could say which there are"},
     }
 
 

@@ -12,6 +12,7 @@ from kvpool.types import MemberState
 FINISHED = (GOODPUT_MET, GOODPUT_MISSED_TTFT, GOODPUT_MISSED_TPOT)
 FAILED = "request_failures."
 LEFT = "left"
+UNKNOWN = "unknown"
 MAX_PROBLEMS = 4
 MAX_PROBLEM_CHARS = 200
 
@@ -28,8 +29,6 @@ def summary(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     finished = sum(counters[name] for name in FINISHED)
     failed = sum(count for name, count in counters.items() if name.startswith(FAILED))
     running, waiting = (sum(part[name] for part in workers) for name in ("running", "waiting"))
-    shed = router.get("goodput", {}).get("shed", 0)
-    held = router.get("admissions", {}).get("queued_now", 0)
     problems = list(_problems(status))
     shown = [text if len(text) <= MAX_PROBLEM_CHARS else f"{text[:MAX_PROBLEM_CHARS]}…" for text in problems]
     more = [f"and {len(shown) - MAX_PROBLEMS} more"] if len(shown) > MAX_PROBLEMS else []
@@ -37,11 +36,13 @@ def summary(status: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("members", ", ".join(_answering(status, kind, name) for kind, name in _KINDS)),
         (
             "requests",
-            f"{finished} finished, {shed} shed, {running} running, {waiting} waiting at workers, {held} at the router; "
-            f"failed attempts {failed}",
+            f"{finished} finished, {_told(router, 'goodput', 'shed')} shed, {running} running, {waiting} waiting at "
+            f"workers, {_told(router, 'admissions', 'queued_now')} at the router; failed attempts {failed}"
+            if workers
+            else UNKNOWN,
         ),
-        ("decisions", _counted(router.get("decisions", {}))),
-        ("failures", _counted(failures)),
+        ("decisions", _counted(router["decisions"]) if "decisions" in router else UNKNOWN),
+        ("failures", _counted(failures) if workers else UNKNOWN),
         *_metrics(status),
         ("wrong now", "; ".join([*shown[:MAX_PROBLEMS], *more]) or "nothing"),
     ]
@@ -52,8 +53,15 @@ _KINDS = (("workers", "workers"), ("routers", "routers"), ("metadata", "metadata
 
 
 def _answering(status: Mapping[str, Any], kind: str, name: str) -> str:
+    if kind in status["unknown"]:
+        return f"{UNKNOWN} {name}"
     expected = [part for part in status[kind].values() if part.get("state") != LEFT]
     return f"{sum('error' not in part for part in expected)} of {len(expected)} {name}"
+
+
+def _told(router: Mapping[str, Any], group: str, name: str) -> str:
+    """A number that only routers know."""
+    return str(router[group][name]) if group in router else UNKNOWN
 
 
 def _counted(counts: Mapping[str, int]) -> str:
@@ -65,6 +73,9 @@ def _problems(status: Mapping[str, Any]) -> Iterator[str]:
     mute = all("error" in part for part in status["routers"].values())
     if mute:
         yield f"no router answers ({status['router'].get('error', 'it is not there')}); {_NO_ROUTER}"
+    for reason in dict.fromkeys(status["unknown"].values()):
+        kinds = ", ".join(name for kind, name in _KINDS if status["unknown"].get(kind) == reason)
+        yield f"nobody says which {kinds} there are: {reason}"
     for kind, _ in _KINDS:
         for name, part in status[kind].items():
             if "error" in part and kind == "routers" and mute:

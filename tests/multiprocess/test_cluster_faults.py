@@ -15,8 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.cluster.connection import ClusterConnection
 from kvpool.cluster.launcher import Cluster
+from kvpool.cluster.status import cluster_status
 from kvpool.config import ClusterConfig, EngineConfig, MetadataConfig, StoreConfig, WorkerConfig
+from kvpool.errors import UnavailableError
 from kvpool.hashing import block_hashes
 from kvpool.types import Tier, WorkerId
 from tests.multiprocess.cluster_kit import ClusterKit, wait_until
@@ -177,6 +180,24 @@ def test_status_names_what_is_down(kit: ClusterKit) -> None:
     finally:
         os.kill(pid, signal.SIGCONT)
     wait_until(lambda: "error" not in kit.status()["workers"][FIRST], RESTART_S, "it answers again")
+
+
+def test_without_a_router_status_asks_the_servers_that_workers_name_and_another_cluster_is_not_taken_for_a_dead_one(
+    kit: ClusterKit,
+) -> None:
+    def told() -> bool:
+        status = kit.status()
+        assert "error" in status["routers"]["router"]
+        answering = tuple(address for address, part in status["metadata"].items() if "members" in part)
+        return answering == kit.info.metadata
+
+    pid = kit.signal("router", signal.SIGSTOP)
+    try:
+        wait_until(told, RESTART_S, "the directory's server is asked all the same")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    with pytest.raises(UnavailableError, match="another name"):
+        kit.run(cluster_status(ClusterConnection("elsewhere")))
 
 
 def test_failed_loads_are_counted_by_kind_and_link(kit: ClusterKit) -> None:

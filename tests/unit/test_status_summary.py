@@ -25,6 +25,7 @@ def _status() -> dict[str, Any]:
             "worker-1": _worker(**{"goodput_met": 3, "load_failures.stall": 2, "request_failures.unavailable": 1}),
         },
         "metadata": {"a:1": {"members": []}},
+        "unknown": {},
     }
 
 
@@ -57,14 +58,34 @@ def test_whoever_is_down_broken_deaf_or_not_offered_is_named_and_a_drained_worke
 
 
 def test_a_cluster_without_a_router_says_so_first_and_what_to_do() -> None:
-    status = {"router": DEAD, "routers": {}, "workers": {}, "metadata": {}}
+    status: dict[str, Any] = {"router": DEAD, "routers": {}, "workers": {}, "metadata": {}, "unknown": {}}
     assert dict(summary(status))["wrong now"].startswith("no router answers (not reachable")
     status = _status()
-    status |= {"router": DEAD, "routers": {"router": DEAD, "router-1": DEAD}, "metadata": {}}
+    status |= {"router": DEAD, "routers": {"router": DEAD, "router-1": DEAD}}
     lines = dict(summary(status))
-    assert lines["members"] == "2 of 2 workers, 0 of 2 routers, 0 of 0 metadata servers"
+    assert lines["members"] == "2 of 2 workers, 0 of 2 routers, 1 of 1 metadata servers"
     assert "kill -9" in lines["wrong now"]
     assert "router-1" not in lines["wrong now"]  # once is enough
+
+
+def test_what_nobody_can_say_is_unknown_and_not_nought() -> None:
+    status = _status()
+    status |= {"router": DEAD, "routers": {"router": DEAD}, "workers": {"worker-0": DEAD}, "metadata": {}}
+    status["unknown"] = {"metadata": "no worker answers"}
+    lines = dict(summary(status))
+    assert lines["members"] == "0 of 1 workers, 0 of 1 routers, unknown metadata servers"
+    assert {lines["requests"], lines["decisions"], lines["failures"]} == {"unknown"}
+    assert "nobody says which metadata servers there are: no worker answers" in lines["wrong now"]
+    status |= {"workers": {"worker-0": _worker(goodput_met=3)}}
+    assert "3 finished, unknown shed, 1 running" in dict(summary(status))["requests"]
+    status |= {
+        "routers": {},
+        "workers": {},
+        "unknown": dict.fromkeys(("routers", "workers", "metadata"), "Ray is down"),
+    }
+    lines = dict(summary(status))
+    assert lines["members"] == "unknown workers, unknown routers, unknown metadata servers"
+    assert lines["wrong now"].count("Ray is down") == 1
 
 
 def test_a_disk_tier_that_is_missing_or_refuses_blocks_is_something_wrong() -> None:
