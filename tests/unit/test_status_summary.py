@@ -18,7 +18,12 @@ def _status() -> dict[str, Any]:
     rows = [{"worker": f"worker-{number}@1", "state": "alive"} for number in range(2)]
     return {
         "model": "m",
-        "router": {"workers": rows, "decisions": {"load": 2, "redo": 5}, "goodput": {"met": 7, "shed": 1}},
+        "router": {
+            "workers": rows,
+            "decisions": {"load": 2, "redo": 5},
+            "goodput": {"met": 7, "shed": 1},
+            "admissions": {"queued_now": 0},
+        },
         "routers": {"router": {"directory": "connected"}, "router-1": {"directory": "connected"}},
         "workers": {
             "worker-0": _worker(goodput_met=3, goodput_missed_ttft=1),
