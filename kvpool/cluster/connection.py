@@ -105,6 +105,11 @@ class ClusterConnection:
         self._actors: dict[str, ActorHandle] = {}
         self._searches: dict[str, concurrent.futures.Future[ActorHandle]] = {}
 
+    @property
+    def namespace(self) -> str:
+        """Where Ray keeps the names of the cluster's actors."""
+        return self._namespace
+
     async def info(self, timeout_s: float = CALL_TIMEOUT_S) -> ClusterInfo:
         """What the cluster serves."""
         info: ClusterInfo = (await self._ask("info", key="", timeout_s=timeout_s, patience_s=INFO_PATIENCE_S)).value

@@ -97,9 +97,10 @@ class MetadataProcesses:
         for server in self._servers:
             _stop(server.process)
 
-    def _spawn(self, index: int, port: int) -> tuple[subprocess.Popen[str], str]:
+    def _spawn(self, index: int, port: int, restarts: int = 0) -> tuple[subprocess.Popen[str], str]:
         command = [sys.executable, "-m", "kvpool.metadata.server", "--host", self._config.host, "--port", str(port)]
         command += ["--lease-ms", str(self._config.lease_ms), "--max-entries", str(self._config.max_entries)]
+        command += ["--restarts", str(restarts)]
         if self._config.metrics_port is not None:
             command += ["--metrics-port", str(self._config.metrics_port + index)]
         log_path = self._log_dir / f"metadata-{index}.log"
@@ -134,7 +135,8 @@ class MetadataProcesses:
         log.warning("metadata server %s ended (%s); starting it again", server.address, server.failures[-1])
         _stop(server.process)
         try:
-            server.process, server.address = self._spawn(server.index, int(server.address.rpartition(":")[2]))
+            port = int(server.address.rpartition(":")[2])
+            server.process, server.address = self._spawn(server.index, port, server.restarts + 1)
         except (ConfigError, UnavailableError, OSError, ValueError, subprocess.SubprocessError) as error:
             # Whatever it is, no process table or memory left perhaps: this thread must live to try again.
             log.warning("metadata server %s did not come back: %s", server.address, error)

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvpool.cluster.connection import ClusterConnection
 from kvpool.cluster.merge import merge, router_rows
+from kvpool.cluster.restarts import actor_restarts, add_restarts
 from kvpool.cluster.routers import is_router
 from kvpool.errors import DeadlineError, KVPoolError, UnavailableError
 from kvpool.metadata.client import MetadataClient
@@ -20,12 +21,26 @@ async def cluster_status(connection: ClusterConnection) -> dict[str, Any]:
 
     Returns:
         ``{"model", "router", "routers": {name: …}, "workers": {id: …}, "metadata": {address: …}, "unknown": {…}}``; a
-        dead part is ``{"error": …}``. ``router`` is what those that answer have to say together
-        (`kvpool.cluster.merge`). ``unknown`` says of which kinds of parts nobody tells which there are, and why.
+        dead part is ``{"error": …}``. Each has ``restarts``, how often it was started again, where that is known.
+        ``router`` is what those that answer have to say together (`kvpool.cluster.merge`). ``unknown`` says of which
+        kinds of parts nobody tells which there are, and why.
 
     Raises:
         UnavailableError: Ray runs nothing of this cluster.
     """
+    status, restarts = await asyncio.gather(_parts(connection), _restarts(connection))
+    add_restarts(status, restarts)
+    return status
+
+
+async def _restarts(connection: ClusterConnection) -> dict[str, int]:
+    try:
+        return await actor_restarts(connection.namespace, PART_TIMEOUT_S)
+    except UnavailableError:
+        return {}  # unknown of every actor, and shown as that
+
+
+async def _parts(connection: ClusterConnection) -> dict[str, Any]:
     try:
         info = await connection.info(PART_TIMEOUT_S)
     except KVPoolError as error:

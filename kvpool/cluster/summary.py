@@ -43,6 +43,7 @@ def summary(status: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         ("decisions", _counted(router["decisions"]) if "decisions" in router else UNKNOWN),
         ("failures", _counted(failures) if workers else UNKNOWN),
+        ("restarts", _restarts(status)),
         *_metrics(status),
         ("wrong now", "; ".join([*shown[:MAX_PROBLEMS], *more]) or "nothing"),
     ]
@@ -66,6 +67,16 @@ def _told(router: Mapping[str, Any], group: str, name: str) -> str:
 
 def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()) if count) or "none"
+
+
+def _restarts(status: Mapping[str, Any]) -> str:
+    """Who was started again, and how often; a drained worker does not count."""
+    parts = {name: part for kind, _ in _KINDS for name, part in status[kind].items() if part.get("state") != LEFT}
+    told = {name: part["restarts"] for name, part in parts.items() if "restarts" in part}
+    if not told:
+        return UNKNOWN
+    silent = len(parts) - len(told)
+    return _counted(told) + (f" ({UNKNOWN} of {silent})" if silent else "")
 
 
 def _problems(status: Mapping[str, Any]) -> Iterator[str]:

@@ -44,14 +44,15 @@ log = logging.getLogger("kvpool.metadata.server")
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Where to listen (port 0 picks a free one), the directory's bounds, whether to end with the parent, and the port
-    of Prometheus metrics, None for none."""
+    """Where to listen (port 0 picks a free one), the directory's bounds, whether to end with the parent, the port of
+    Prometheus metrics, None for none, and how often whoever watches over this server has started it again."""
 
     host: str
     port: int
     limits: DirectoryLimits
     exit_with_parent: bool = False
     metrics_port: int | None = None
+    restarts: int = 0
 
 
 class MetadataServer:
@@ -62,7 +63,7 @@ class MetadataServer:
         self._security = Security.from_environment()
         # Later incarnations must have larger numbers; wall-clock nanoseconds are, without anything stored.
         state = DirectoryState(unix_ns(), options.limits, time.monotonic_ns())
-        self.service = MetadataService(state)
+        self.service = MetadataService(state, restarts=options.restarts)
         self._server: grpc.aio.Server | None = None
         self._clock: asyncio.Task[None] | None = None
         self._metrics: MetricsServer | None = None
@@ -106,6 +107,7 @@ class MetadataServer:
         service = self.service
         return [
             *metrics_of(service.state),
+            gauge("restarts", "How often this server was started again", self._options.restarts),
             gauge("watchers", "Watch streams", service.watchers),
             gauge("watch_queue_events", "Events waiting for the slowest watcher", service.longest_watch_queue),
         ]
@@ -150,6 +152,7 @@ def parse_options(arguments: Sequence[str]) -> ServerOptions:
     )
     parser.add_argument("--exit-with-parent", action="store_true", help="end when stdin ends")
     parser.add_argument("--metrics-port", type=int, default=None, help="serve Prometheus metrics here; 0: a free one")
+    parser.add_argument("--restarts", type=int, default=0, help="how often this server was started again; to be told")
     options = parser.parse_args(arguments)
     if not 0 <= (options.metrics_port or 0) <= MAX_PORT:
         parser.error(f"--metrics-port must be in [0, {MAX_PORT}], got {options.metrics_port}")
@@ -160,7 +163,9 @@ def parse_options(arguments: Sequence[str]) -> ServerOptions:
     if options.max_entries < 1:
         parser.error(f"--max-entries must be at least 1, got {options.max_entries}")
     limits = DirectoryLimits(lease_ns=options.lease_ms * 10**6, max_entries=options.max_entries)
-    return ServerOptions(options.host, options.port, limits, options.exit_with_parent, options.metrics_port)
+    return ServerOptions(
+        options.host, options.port, limits, options.exit_with_parent, options.metrics_port, options.restarts
+    )
 
 
 async def serve(options: ServerOptions) -> None:

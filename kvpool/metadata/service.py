@@ -98,8 +98,9 @@ class _Watcher:
 class MetadataService:
     """Handlers of ``kvpool.v1.MetadataService``."""
 
-    def __init__(self, state: DirectoryState) -> None:
+    def __init__(self, state: DirectoryState, *, restarts: int = 0) -> None:
         self.state = state
+        self._restarts = restarts
         self._watchers: set[_Watcher] = set()
         self._started_ns = time.monotonic_ns()
         self._closing = asyncio.Event()
@@ -200,7 +201,7 @@ class MetadataService:
                 )
                 for member in state.members()
             ],
-            counters=wire.counters_to_wire(asdict(state.counters).items()),
+            counters=wire.counters_to_wire({**asdict(state.counters), "restarts": self._restarts}.items()),
         )
 
     # -- streams ------------------------------------------------------------------------------------------------

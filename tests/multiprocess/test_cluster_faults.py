@@ -145,12 +145,18 @@ def test_a_worker_killed_while_it_generates_is_replaced_without_losing_or_repeat
 def test_a_killed_metadata_service_loses_no_request_and_comes_back_whole(kit: ClusterKit, plain: PlainModel) -> None:
     prompt = _prompt(160, 4)
     kit.warm(FIRST, prompt)
+    (address,) = kit.info.metadata
     restarts = kit.cluster.metadata.restarts
     os.kill(kit.cluster.metadata.pids[0], signal.SIGKILL)
     results = [kit.generate(prompt + _prompt(5, seed), max_tokens=4, ignore_eos=True) for seed in range(40, 44)]
     for seed, result in zip(range(40, 44), results, strict=True):
         assert result.tokens == _expected(plain, prompt + _prompt(5, seed), 4)
     wait_until(lambda: kit.cluster.metadata.restarts > restarts, RESTART_S, "the metadata server is started again")
+    wait_until(
+        lambda: kit.status()["metadata"][address].get("restarts") == kit.cluster.metadata.restarts,
+        RESTART_S,
+        "status tells of it",
+    )
     kit.routes.wait_held(FIRST, prompt, 10, timeout_s=RESTART_S)  # the owner registered its blocks again by itself
 
 
@@ -170,6 +176,7 @@ def test_a_killed_router_loses_no_request_and_comes_back(kit: ClusterKit, plain:
     for seed, result in zip(range(50, 55), kit.run(kill_it_meanwhile()), strict=True):
         assert result.tokens == _expected(plain, prompt + _prompt(3, seed), 60)
     wait_until(lambda: _alive(kit) == {FIRST, SECOND}, RESTART_S, "the router knows both workers again")
+    wait_until(lambda: kit.status()["routers"]["router"].get("restarts", 0) >= 1, RESTART_S, "status tells of it")
 
 
 def test_status_names_what_is_down(kit: ClusterKit) -> None:

@@ -11,7 +11,10 @@ DEAD = {"error": "not reachable: ActorUnavailableError", "code": "unavailable"}
 
 def _worker(**counters: int) -> dict[str, Any]:
     failures = {name.partition(".")[2]: count for name, count in counters.items() if "." in name}
-    return {"healthy": True, "failure": None, "running": 1, "waiting": 2, "counters": counters, "failures": failures}
+    return {
+        **{"healthy": True, "failure": None, "restarts": 0, "running": 1, "waiting": 2},
+        **{"counters": counters, "failures": failures},
+    }
 
 
 def _status() -> dict[str, Any]:
@@ -24,22 +27,23 @@ def _status() -> dict[str, Any]:
             "goodput": {"met": 7, "shed": 1},
             "admissions": {"queued_now": 0},
         },
-        "routers": {"router": {"directory": "connected"}, "router-1": {"directory": "connected"}},
+        "routers": {name: {"directory": "connected", "restarts": 0} for name in ("router", "router-1")},
         "workers": {
             "worker-0": _worker(goodput_met=3, goodput_missed_ttft=1),
             "worker-1": _worker(**{"goodput_met": 3, "load_failures.stall": 2, "request_failures.unavailable": 1}),
         },
-        "metadata": {"a:1": {"members": []}},
+        "metadata": {"a:1": {"members": [], "restarts": 0}},
         "unknown": {},
     }
 
 
-def test_a_healthy_cluster_fits_five_lines_and_nothing_is_wrong() -> None:
+def test_a_healthy_cluster_fits_six_lines_and_nothing_is_wrong() -> None:
     assert dict(summary(_status())) == {
         "members": "2 of 2 workers, 2 of 2 routers, 1 of 1 metadata servers",
         "requests": "7 finished, 1 shed, 2 running, 4 waiting at workers, 0 at the router; failed attempts 1",
         "decisions": "load 2, redo 5",
         "failures": "stall 2, unavailable 1",
+        "restarts": "none",
         "wrong now": "nothing",
     }
 
@@ -91,6 +95,17 @@ def test_what_nobody_can_say_is_unknown_and_not_nought() -> None:
     lines = dict(summary(status))
     assert lines["members"] == "unknown workers, unknown routers, unknown metadata servers"
     assert lines["wrong now"].count("Ray is down") == 1
+
+
+def test_whoever_was_started_again_is_named_and_counted_and_who_is_not_known_of_is_not_nought() -> None:
+    status = _status()
+    status["metadata"]["a:1"]["restarts"] = 2
+    status["workers"]["worker-1"]["restarts"] = 1
+    assert dict(summary(status))["restarts"] == "a:1 2, worker-1 1"
+    status["workers"]["worker-0"] = DEAD
+    assert dict(summary(status))["restarts"] == "a:1 2, worker-1 1 (unknown of 1)"
+    status |= {"routers": {}, "workers": {"worker-0": DEAD}, "metadata": {}}
+    assert dict(summary(status))["restarts"] == "unknown"
 
 
 def test_a_disk_tier_that_is_missing_or_refuses_blocks_is_something_wrong() -> None:
