@@ -28,7 +28,7 @@ from router.ledger import Ledger
 from router.peers import Peers
 from router.planning import Params
 from router.policies import Policy, make_policy
-from router.record import DecisionRecord, RecordStore, explain_lines
+from router.record import DecisionRecord, RecordStore, explain
 from router.signals import Features, Footprint, RequestView, Snapshot, WorkerView
 from router.sizes import Sizes
 from router.status import Vitals, goodput, link_rows, vitals, worker_rows
@@ -369,21 +369,9 @@ class RouterCore:
         """Why a request went where it went, for a reader; every decision after retries.
 
         Raises:
-            RequestError: the request is unknown here or its record was dropped.
+            RequestError: none is kept; see `router.record.explain`.
         """
-        found = self._records.of_request(request_id)
-        if not found and self._door.waits(request_id, self._clock_ns()):
-            raise RequestError(
-                f"request {request_id!r} waits at the router and is decided when its turn comes; ask again then",
-                request_id=request_id,
-            )
-        if not found:
-            raise RequestError(
-                f"no decision about request {request_id!r} is kept; it is unknown to this router or older than "
-                f"what it keeps (records now: {len(self._records):,})",
-                request_id=request_id,
-            )
-        return [line for record in found for line in explain_lines(record)]
+        return explain(self._records, request_id, self._door.waited_ns(request_id, self._clock_ns()))
 
     def status(self) -> dict[str, Any]:
         """JSON-serialisable summary: members, learned curves in human units, decisions and failures by kind."""

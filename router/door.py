@@ -60,10 +60,11 @@ class Door:
         self._room.expire(now_ns)
         return len(self._room)
 
-    def waits(self, request_id: RequestId, now_ns: int) -> bool:
-        """Whether a request waits."""
+    def waited_ns(self, request_id: RequestId, now_ns: int) -> int | None:
+        """For how long a request has been waiting; None when it does not."""
         self._room.expire(now_ns)
-        return request_id in self._room
+        since_ns = self._room.since_ns(request_id)
+        return None if since_ns is None else now_ns - since_ns
 
     def rule(
         self,

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from kvpool.errors import RequestError
 from kvpool.plan import PlanKind
 from kvpool.reports import RequestOutcome
 from kvpool.types import RequestId, WorkerKey
@@ -223,13 +224,46 @@ class RecordStore:
         return [*earlier, newest]
 
 
+def explain(records: RecordStore, request_id: RequestId, waited_ns: int | None) -> list[str]:
+    """All decisions about a request for a reader, one line an entry.
+
+    Args:
+        records: those of this router.
+        request_id: whose.
+        waited_ns: for how long it has been waiting at this router; None when it does not.
+
+    Raises:
+        RequestError: there is none; ``waiting_s`` in the details says that it waits for one.
+    """
+    found = records.of_request(request_id)
+    if not found and waited_ns is not None:
+        raise RequestError(
+            f"request {request_id!r} has been waiting at the router for {_seconds(waited_ns)} and has no decision yet; "
+            "it gets one when its turn comes, so ask again then ('kvpool status' shows how many wait)",
+            request_id=request_id,
+            waiting_s=round(waited_ns / 1e9, 3),
+        )
+    if not found:
+        raise RequestError(
+            f"no decision about request {request_id!r} is kept. Either none was made: the id is mistyped, the gateway "
+            "refused it (gateway.max_requests), or it was given up or ran out of time while it waited. Or its record "
+            f"is gone: the router was restarted, or has made more decisions since than it keeps (now {len(records):,})",
+            request_id=request_id,
+        )
+    lines = [line for record in found for line in explain_lines(record)]
+    if waited_ns is not None:
+        lines.append(f"now: it has been waiting at the router again for {_seconds(waited_ns)}, for its next decision")
+    return lines
+
+
 def explain_lines(record: DecisionRecord) -> list[str]:
     """The record for a reader, one line an entry."""
     decision, plan = record.decision, record.decision.plan
+    chosen = "the best it could have had" if record.admission is Admission.SHED else "chosen"
     lines = [
         f"request {record.request.request_id} · decision {record.decision_id} · policy {record.policy}",
         f"prompt: {record.request.prompt_tokens:,} tokens, {record.request.chain_blocks} full blocks",
-        f"chosen: {decision.worker} · {_plan_text(record)} · expected {_seconds(decision.price_ns)}",
+        f"{chosen}: {decision.worker} · {_plan_text(record)} · expected {_seconds(decision.price_ns)}",
     ]
     if record.waited_ns:
         lines.append(f"waited: {_seconds(record.waited_ns)} at the router, until its turn came")
@@ -238,7 +272,10 @@ def explain_lines(record: DecisionRecord) -> list[str]:
     if record.admission is Admission.DEGRADE:
         lines.append("degraded: a limit of the request will not be met, and it may be")
     if record.admission is Admission.SHED:
-        lines.append("shed: a limit of the request could not be met; it was not started")
+        lines.append(
+            "shed: a limit of the request could not be met, so it was refused (429 over HTTP) and not started; come "
+            "again later, raise the limit, or set may_degrade"
+        )
     if record.request.exclude:
         lines.append("excluded: " + ", ".join(sorted(str(key) for key in record.request.exclude)))
     if plan.loads:
@@ -271,8 +308,12 @@ def _floor(decision: Decision) -> str:
 
 def _outcome_lines(record: DecisionRecord) -> list[str]:
     outcome = record.outcome
+    if outcome is None and record.admission is Admission.SHED:
+        return ["outcome: none, as it was refused"]
+    if outcome is None and not record.followed:
+        return ["outcome: none, as nobody followed this decision"]
     if outcome is None:
-        return ["outcome: not reported yet" if record.followed else "outcome: none, as nobody followed this decision"]
+        return ["outcome: not reported yet; of a request that ended before its first token none will be"]
     predicted = max(1, record.decision.price_ns)
     off = 100.0 * (outcome.ttft_ns - predicted) / predicted
     lines = [

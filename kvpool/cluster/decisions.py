@@ -21,7 +21,7 @@ async def explain(connection: ClusterConnection, request_id: RequestId) -> dict[
     them as text under ``text``. Several routers decided where the first was late or down at a retry.
 
     Raises:
-        RequestError: no router keeps one.
+        RequestError: no router keeps one; ``waiting_s`` in the details says that it waits for one.
         UnavailableError: a router does not answer, and no other one has it.
     """
     answers = await connection.ask_routers("explain", request_id, timeout_s=EXPLAIN_TIMEOUT_S)
@@ -56,6 +56,9 @@ async def all_records(connection: ClusterConnection) -> list[str]:
 def _why_none(answers: dict[str, Any]) -> KVPoolError:
     """The error to raise when no router has what was asked for."""
     errors: dict[str, KVPoolError] = answers
+    for error in errors.values():
+        if "waiting_s" in error.details:
+            return error  # the others know nothing of it, which says less
     silent = [name for name, error in errors.items() if not isinstance(error, RequestError)]
     if not silent or len(errors) == 1:
         return next(iter(errors.values()))

@@ -167,7 +167,11 @@ def test_an_overloaded_router_sheds_a_request_with_a_limit_and_reserves_nothing(
     status = core.status()
     assert status["promises"] == 0
     assert (status["goodput"]["shed"], status["admissions"]["shed"]) == (1, 1)
-    assert "shed: a limit" in "\n".join(core.explain(RequestId("r")))
+    told = "\n".join(core.explain(RequestId("r")))
+    assert "shed: a limit" in told
+    assert "raise the limit" in told
+    assert "chosen:" not in told
+    assert told.endswith("outcome: none, as it was refused")
     record = core.record(RequestId("r"))
     assert record is not None
     assert json.loads(json.dumps(record.to_dict()))["admission"] == "shed"

@@ -265,6 +265,13 @@ def test_a_record_that_a_silent_router_may_have_is_not_called_unknown() -> None:
         _call(explain, ID, router=NONE_KEPT, router_1=DeadlineError("late"))
 
 
+def test_a_request_that_waits_at_one_router_is_not_called_unknown_because_others_are_asked_first() -> None:
+    waits = RequestError("it has been waiting for 2 s", waiting_s=2.0)
+    for other in (NONE_KEPT, DeadlineError("late")):
+        with pytest.raises(RequestError, match="waiting for 2 s"):
+            _call(explain, ID, router=other, router_1=waits)
+
+
 def test_records_of_all_routers_come_in_the_order_of_their_decisions(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="kvpool")  # a fault run in this process may have silenced it
     first, second, third = (json.dumps({"at_unix_ns": number}) for number in range(3))
@@ -335,6 +342,8 @@ def test_status_says_for_each_router_what_it_shares_of_the_traffic_and_who_is_do
 class _NoRouter:
     """Stands in for a connection to a cluster whose routers stand still."""
 
+    namespace = "kvpool-of-nobody"
+
     async def info(self, _timeout_s: float) -> Any:
         raise DeadlineError("router.info did not answer in time")
 
@@ -349,3 +358,18 @@ def test_without_any_router_the_status_still_has_the_workers_and_names_the_route
     status = asyncio.run(cluster_status(_NoRouter()))  # type: ignore[arg-type]
     assert status["workers"] == {"worker-0": {"running": 1, "of": "worker-0"}}
     assert [part["code"] for part in (status["router"], *status["routers"].values())] == ["deadline_exceeded"] * 3
+    assert (status["metadata"], status["unknown"].keys()) == ({}, {"metadata"})
+
+
+class _NoRay(_NoRouter):
+    """Ray does not answer either."""
+
+    async def actors(self) -> tuple[str, ...]:
+        raise UnavailableError("Ray did not answer in time")
+
+
+def test_without_ray_the_status_says_that_nothing_is_known_instead_of_that_nothing_is_there() -> None:
+    status = asyncio.run(cluster_status(_NoRay()))  # type: ignore[arg-type]
+    assert [len(status[kind]) for kind in ("routers", "workers", "metadata")] == [0, 0, 0]
+    assert status["unknown"].keys() == {"routers", "workers", "metadata"}
+    assert "Ray did not answer" in status["unknown"]["workers"]

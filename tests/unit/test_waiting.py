@@ -110,9 +110,11 @@ def test_requests_wait_at_the_router_while_workers_have_seconds_to_do_and_start_
     assert retry_s == pytest.approx(3.5, rel=0.1)  # half of 10 s less the 3 s that workers keep
     status = core.status()
     assert (status["admissions"]["queued_now"], status["promises"], status["records"]) == (1, 0, 0)
-    with pytest.raises(RequestError, match="waits at the router"):
+    clock.now_ns += S
+    with pytest.raises(RequestError, match=r"waiting at the router for 1\.00 s .* ask again") as caught:
         core.explain(RequestId("r"))
-    clock.now_ns += 7 * S + S // 2
+    assert caught.value.details["waiting_s"] == 1.0
+    clock.now_ns += 6 * S + S // 2
     assert asks(core, "r") is None
     assert core.status()["admissions"]["queued_now"] == 0
 
@@ -128,6 +130,16 @@ def test_the_record_says_how_long_a_request_waited_before_it_was_decided() -> No
     assert record is not None
     assert (record.to_dict()["elapsed_ns"], record.to_dict()["waited_ns"]) == (8_300 * MS, 7_300 * MS)
     assert "waited: 7.30 s at the router" in "\n".join(core.explain(RequestId("r")))
+
+
+def test_who_waits_again_after_a_worker_failed_it_is_not_explained_as_if_it_ran() -> None:
+    core, clock = slow_core()
+    assert asks(core, "r") is None
+    load(core, (10.0, 10.0), 2)
+    assert asks(core, "r") is not None
+    clock.now_ns += 2 * S
+    *_, last = core.explain(RequestId("r"))
+    assert last.startswith("now: it has been waiting at the router again for 2.00 s")
 
 
 def test_a_worker_that_is_nearly_free_takes_who_chooses_it_however_busy_the_others_are() -> None:
