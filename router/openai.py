@@ -6,6 +6,7 @@ be answered differently from what it asks for is never answered at all.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
@@ -21,6 +22,7 @@ MAX_TIMEOUT_S = 3600.0
 MAX_STOP_STRINGS = 16
 MAX_SHOWN_ERRORS = 5
 MAX_SHOWN_CHARS = 200
+TIMES = frozenset({"timeout", "ttft_limit", "tpot_limit"})
 
 Json = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
@@ -170,9 +172,18 @@ def parse_body(kind: type[Body], raw: bytes) -> Body:
         return kind.model_validate_json(raw)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False, include_context=False)
-        shown = "; ".join(f"{_place(item)}: {item['msg']}" for item in found[:MAX_SHOWN_ERRORS])
+        shown = "; ".join(f"{_place(item)}: {item['msg']}{_way_out(item, kind)}" for item in found[:MAX_SHOWN_ERRORS])
         field = found[0]["loc"][0] if found[0]["loc"] else "body"
         raise RequestError(f"malformed body: {shown}", field=str(field)[:MAX_SHOWN_CHARS]) from error
+
+
+def _way_out(item: Mapping[str, Any], kind: type[Body]) -> str:
+    """The unit of a time, which its name does not say, or the field that an unknown one may have meant."""
+    name = str(item["loc"][-1])[:MAX_SHOWN_CHARS] if item["loc"] else ""
+    if name in TIMES:
+        return " (it is in seconds)"
+    near = difflib.get_close_matches(name, kind.model_fields, n=1) if item["type"] == "extra_forbidden" else []
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _place(item: Mapping[str, Any]) -> str:

@@ -24,6 +24,16 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a chat message.")] = False,
     tenant: Annotated[str, typer.Option(help="Requests of different tenants never share blocks.")] = "",
     timeout: Annotated[float, typer.Option(help="Budget in seconds.")] = 120.0,
+    ttft_limit: Annotated[
+        float | None, typer.Option(help="Seconds to the first token; refused at once when they will not do.")
+    ] = None,
+    tpot_limit: Annotated[
+        float | None, typer.Option(help="Seconds between tokens after it, on average (0.05 for 50 ms).")
+    ] = None,
+    priority: Annotated[int, typer.Option(help="Of requests that wait, the higher goes first; -100 to 100.")] = 0,
+    may_degrade: Annotated[
+        bool, typer.Option("--may-degrade", help="The limits are goals: rather late than refused.")
+    ] = False,
     address: AddressOption = None,
     name: NameOption = DEFAULT_NAME,
     json_: JsonOption = False,
@@ -37,6 +47,10 @@ def generate(
         "stop": tuple(stop or ()),
         "tenant": tenant,
         "timeout_s": timeout,
+        "ttft_limit_s": ttft_limit,
+        "tpot_limit_s": tpot_limit,
+        "priority": priority,
+        "may_degrade": may_degrade,
     }
     guarded(lambda: _generate(prompt, chat, options, address, name, json_), as_json=json_)
 

@@ -97,6 +97,14 @@ def test_a_malformed_chat_body_is_refused_by_the_name_of_its_field(fields: dict[
         _chat(**fields)
 
 
+@pytest.mark.parametrize("name", ["timeout", "ttft_limit", "tpot_limit"])
+def test_a_time_that_cannot_be_is_refused_with_its_unit_and_pythons_name_for_it_with_ours(name: str) -> None:
+    with pytest.raises(RequestError, match=f"{name}: .* seconds"):
+        _completion(**{name: 0})
+    with pytest.raises(RequestError, match=f"did you mean '{name}'"):
+        _completion(**{f"{name}_s": 1.0})
+
+
 def test_a_body_of_only_wrong_tokens_gets_one_short_message() -> None:
     with pytest.raises(RequestError) as caught:
         _completion(prompt=["a"] * 100_000)
