@@ -163,7 +163,7 @@ def _status(address: str | None, name: str, as_json: bool) -> None:
         print_json(value)
         return
     for word, text in summary(value):
-        console.print(f"{word:<10} {text}", highlight=False, soft_wrap=True)
+        console.print(f"{word:<10} {text}", highlight=False)
     console.print()
     if len(value["routers"]) > 1:
         _print_rows("routers", _rows(value["routers"]))

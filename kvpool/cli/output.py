@@ -25,8 +25,9 @@ AddressOption = Annotated[
 NameOption = Annotated[str, typer.Option(help="Name of the cluster.")]
 
 # What is printed holds paths, errors and a model's words: brackets and colons in it are no markup and no emoji.
-console = Console(markup=False, emoji=False)
-stderr = Console(stderr=True, markup=False, emoji=False)
+# Lines stay whole: a terminal wraps them itself, and a log or a pipe is no terminal of 80 columns. Tables are folded.
+console = Console(markup=False, emoji=False, soft_wrap=True)
+stderr = Console(stderr=True, markup=False, emoji=False, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
@@ -49,7 +50,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[objec
         table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
-    console.print(table)
+    console.print(table, soft_wrap=False)
 
 
 def progress(line: str) -> None:
@@ -61,7 +62,7 @@ def fail(error: KVPoolError, *, as_json: bool) -> NoReturn:
     """Print an error and end: exit code 2 for the caller's mistakes, 1 for everything else."""
     if as_json:
         print_json({"error": error.message, "code": error.code, "details": error.details})
-    stderr.print(Text.assemble(("error", "bold red"), f" ({error.code}): {error}"), soft_wrap=True)
+    stderr.print(Text.assemble(("error", "bold red"), f" ({error.code}): {error}"))
     raise typer.Exit(EXIT_BAD_INPUT if isinstance(error, RequestError) else EXIT_FAILED)
 
 

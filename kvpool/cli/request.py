@@ -92,7 +92,7 @@ def _explain(request_id: str, address: str | None, name: str, as_json: bool) -> 
     if as_json:
         print_json({key: value for key, value in record.items() if key != "text"})
     else:
-        console.print(record["text"], markup=False, highlight=False, soft_wrap=True)
+        console.print(record["text"], markup=False, highlight=False)
 
 
 def records(

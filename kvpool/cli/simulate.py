@@ -146,7 +146,7 @@ def _print_cell(sweep: Sweep, group: list[Run]) -> None:
         table.add_column(name, justify="right" if place else "left", no_wrap=True)
     for run in group:
         table.add_row(*_row(run))
-    console.print(table)
+    console.print(table, soft_wrap=False)
 
 
 def _row(run: Run) -> tuple[str, ...]:

@@ -32,6 +32,18 @@ def test_progress_tables_and_lines_are_printed_as_they_are(capsys: pytest.Captur
     assert shown.out.count(TEXT) == 4
 
 
+def test_lines_stay_whole_where_nobody_knows_a_width_and_tables_are_folded(capsys: pytest.CaptureFixture[str]) -> None:
+    line = " ".join(["word"] * 60)
+    progress(line)
+    console.print(line)
+    print_table("t", ("what",), [(line,)])
+    shown = capsys.readouterr()
+    assert shown.err == f"· {line}\n"
+    first, *table = shown.out.splitlines()
+    assert first == line
+    assert max(map(len, table)) <= console.width
+
+
 def test_numbers_that_json_has_not_become_null(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"a": [float("nan"), (float("inf"), 1.5)], "b": {"c": float("-inf")}})
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
