@@ -12,7 +12,17 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.cli.connect import open_client, running_state
-from kvpool.cli.output import AddressOption, JsonOption, NameOption, console, guarded, print_json, print_table, progress
+from kvpool.cli.output import (
+    AddressOption,
+    JsonOption,
+    NameOption,
+    console,
+    guarded,
+    print_json,
+    print_table,
+    progress,
+    readable_times,
+)
 from kvpool.cluster.state import DEFAULT_NAME, read_state
 from kvpool.cluster.summary import summary
 from kvpool.config import MAX_METRICS_PORT, MAX_ROUTERS, ClusterConfig, load_config, parse_config
@@ -164,6 +174,7 @@ def _status(address: str | None, name: str, as_json: bool) -> None:
         return
     for word, text in summary(value):
         console.print(f"{word:<10} {text}", highlight=False)
+    value = readable_times(value)
     console.print()
     if len(value["routers"]) > 1:
         _print_rows("routers", _rows(value["routers"]))

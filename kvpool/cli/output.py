@@ -53,6 +53,31 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[objec
     console.print(table, soft_wrap=False)
 
 
+def readable_times(value: Any) -> Any:
+    """Nested data for a reader: what is called ``…_ns`` loses that ending, and says its unit behind the number."""
+    if isinstance(value, list | tuple):
+        return [readable_times(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    told = {}
+    for key, item in value.items():
+        name = str(key).removesuffix("_ns")
+        if name == key or name in value or isinstance(item, bool) or not isinstance(item, int | float):
+            told[key] = readable_times(item)
+        else:
+            told[name] = duration(item)
+    return told
+
+
+def duration(value_ns: float) -> str:
+    """Nanoseconds as three digits and the unit that suits them."""
+    for unit_ns, unit in ((3.6e12, "h"), (6e10, "min"), (1e9, "s"), (1e6, "ms"), (1e3, "µs")):
+        if abs(value_ns) >= 0.9995 * unit_ns:  # what would be rounded up to it
+            value = value_ns / unit_ns
+            return f"{value:.3g} {unit}" if abs(value) < 999.5 else f"{value:.0f} {unit}"
+    return f"{value_ns:.3g} ns" if value_ns else "0 s"
+
+
 def progress(line: str) -> None:
     """Say on standard error what is going on."""
     stderr.print(f"· {line}", highlight=False)

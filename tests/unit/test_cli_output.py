@@ -5,7 +5,7 @@ import json
 import pytest
 import typer
 
-from kvpool.cli.output import console, fail, print_json, print_table, progress
+from kvpool.cli.output import console, duration, fail, print_json, print_table, progress, readable_times
 from kvpool.errors import KVPoolError, RequestError, UnavailableError
 
 TEXT = "a[/b] [bold]c[/bold] :heart: [d=1]"
@@ -42,6 +42,36 @@ def test_lines_stay_whole_where_nobody_knows_a_width_and_tables_are_folded(capsy
     first, *table = shown.out.splitlines()
     assert first == line
     assert max(map(len, table)) <= console.width
+
+
+@pytest.mark.parametrize(
+    ("value_ns", "text"),
+    [
+        (0, "0 s"),
+        (7, "7 ns"),
+        (1_500, "1.5 µs"),
+        (12_135_691, "12.1 ms"),
+        (999_700_000, "1 s"),
+        (3_000_000_000, "3 s"),
+        (979_815_530_806, "16.3 min"),
+        (7.2e12, "2 h"),
+        (4.5e15, "1250 h"),
+        (-2e6, "-2 ms"),
+    ],
+)
+def test_a_duration_has_three_digits_and_a_unit(value_ns: float, text: str) -> None:
+    assert duration(value_ns) == text
+
+
+def test_nanoseconds_become_readable_wherever_they_are_and_nothing_else_is_touched() -> None:
+    status = {"lease_ns": 3e9, "age_ns": None, "members": [{"worker_epoch": 10**18, "load": {"idle_ns": 5_000}}]}
+    assert readable_times(status) == {
+        "lease": "3 s",
+        "age_ns": None,
+        "members": [{"worker_epoch": 10**18, "load": {"idle": "5 µs"}}],
+    }
+    both = {"load": 1, "load_ns": 2, "wait_ms": 0.5, "ns": 4, "busy_ns": True}
+    assert readable_times(both) == both
 
 
 def test_numbers_that_json_has_not_become_null(capsys: pytest.CaptureFixture[str]) -> None:
