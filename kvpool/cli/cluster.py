@@ -98,6 +98,7 @@ def _up(config: ClusterConfig, name: str, ray_address: str | None, as_json: bool
     supervisor = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
+    progress(f"cluster {name!r}: starting its supervisor")
     forget = at_hard_end(supervisor.kill)  # its guardian then ends what it has started
     try:
         ready = _wait_ready(supervisor)
@@ -148,6 +149,8 @@ def _down(name: str, as_json: bool) -> None:
     from kvpool.cluster.supervisor import stop_supervisor
 
     state = read_state(name)
+    if state is not None:
+        progress(f"cluster {name!r}: ending its workers, routers and metadata servers")
     if state is not None and not stop_supervisor(state, DOWN_TIMEOUT_S):
         raise UnavailableError(
             f"cluster {name!r} did not end within {DOWN_TIMEOUT_S:.0f} s; 'kill -9 {state.pid}' ends its supervisor, "

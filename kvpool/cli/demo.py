@@ -59,7 +59,7 @@ def _demo(count: int, as_json: bool) -> None:
     workload = make_chats(count)
     with_loads = _run_cluster("kvpool", workload)
     redo_only = _run_cluster("redo_only", workload)
-    progress("the same requests through the plain model, without a pool")
+    progress(f"the same {len(with_loads.served)} requests through the plain model, one after the other, without a pool")
     report = _report(with_loads, redo_only, _reference(with_loads))
     if as_json:
         print_json(report)

@@ -125,7 +125,7 @@ class Cluster:
         if ray_address is None:  # elsewhere it is Ray's head that binds it
             _require_free_ports(config)
         progress(f"model {config.workers[0].engine.model}: resolving")
-        model = resolve_model(config.workers[0].engine.model)
+        model = resolve_model(config.workers[0].engine.model, report=progress)
         cluster_dir = Path(tempfile.mkdtemp(prefix="kvpool-"))
         try:
             guardian = spawn_guardian(cluster_dir)
@@ -255,7 +255,7 @@ class Cluster:
             for worker_id in self._new_ids(group.count):
                 launched.workers[worker_id] = self._create_worker(worker_id, group)
         ready = _wait_ready(launched.workers)
-        progress(f"router: starting {self.config.router.count}")
+        progress(f"router: starting {self.config.router.count} (the first on a machine compiles for some seconds)")
         self._start_routers(ready)
         if self.config.gateway.port is not None:
             progress(f"gateway: starting on port {self.config.gateway.port}")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,13 @@ import psutil
 import pytest
 import ray
 
+from kvpool.cluster import launcher
 from kvpool.cluster.guardian import spawn_guardian
 from kvpool.cluster.launcher import Cluster, _Launched, _placement
 from kvpool.cluster.state import ClusterState
 from kvpool.cluster.supervisor import stop_supervisor
 from kvpool.config import ClusterConfig
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, ModelError
 
 
 class _Interrupted:
@@ -44,6 +46,18 @@ def test_an_interrupted_close_still_leaves_nothing() -> None:
     assert launched.guardian.poll() is not None
     assert not launched.cluster_dir.exists()
     cluster.close()
+
+
+def test_a_model_that_is_not_here_yet_is_not_fetched_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(name: str, *, report: Callable[[str], None]) -> None:
+        report(f"{name}: downloading")
+        raise ModelError("no room")
+
+    said: list[str] = []
+    monkeypatch.setattr(launcher, "resolve_model", fetch)
+    with pytest.raises(ModelError):
+        Cluster.start(ClusterConfig(), progress=said.append)
+    assert said[-1].endswith(": downloading")
 
 
 def test_a_forked_child_cannot_end_the_cluster() -> None:

@@ -62,4 +62,5 @@ def test_an_interrupted_up_says_at_once_that_it_stops_and_waits_for_the_end_unle
     with pytest.raises(KeyboardInterrupt):
         cluster._up(ClusterConfig(), "c", None, False)
     assert list(supervisor.said_before) == ["terminate", "wait", *["kill"][: int(twice)]]
-    assert "stopping" in supervisor.said_before["terminate"]
+    said = supervisor.said_before["terminate"].splitlines()
+    assert [line.split()[1] for line in said] == ["cluster", "ray:", "stopping"]
