@@ -142,7 +142,8 @@ class GatewayConfig(_Settings):
     Attributes:
         host: address it binds.
         port: its port; None starts no gateway.
-        max_requests: generations at once; more are refused with 429.
+        max_requests: generations at once, those that wait at the router included and whatever their priority; more
+            are refused with 429. How to size it: docs/http-api.md, "How many at once".
     """
 
     host: str = "127.0.0.1"

@@ -80,7 +80,11 @@ def build_app(connection: ClusterConnection, max_requests: int) -> ASGIApp:
 
 
 class _Limit:
-    """Refuses generations beyond a limit instead of queueing them out of sight."""
+    """Refuses generations beyond a limit instead of queueing them out of sight.
+
+    It bounds memory, so it counts before a body is read, when nobody knows a priority yet: those that wait at the
+    router count like those that run.
+    """
 
     def __init__(self, app: ASGIApp, max_requests: int) -> None:
         self._app = app
@@ -92,7 +96,10 @@ class _Limit:
             await self._app(scope, receive, send)
             return
         if self._running >= self._max_requests:
-            message = f"{self._max_requests} requests run already (gateway.max_requests); come again"
+            message = (
+                f"{self._max_requests} requests, of whatever priority, run or wait here already "
+                "(gateway.max_requests); come again"
+            )
             await _error_response(CapacityError(message))(scope, receive, send)
             return
         self._running += 1
