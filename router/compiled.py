@@ -58,7 +58,7 @@ attempt says so."""
 
 _TABLE, _LIST = "float64[:,::1]", "float64[::1]"
 _REDO = f"({_TABLE}, {_TABLE}, {_TABLE}, {_LIST})"
-_LOAD = f"({_TABLE}, {_TABLE}, {_TABLE}, {_LIST}, {_TABLE}, int64, float64, float64)"
+_LOAD = f"({_TABLE}, {_TABLE}, {_TABLE}, {_LIST}, {_TABLE}, int64, float64, float64, int64)"
 _FIRST = f"({_TABLE}, int64[::1], {_LIST}, float64)"
 _REACH = f"({_TABLE}, {_TABLE}, {_TABLE}, {_LIST}, {_TABLE}, {_LIST}, float64, int64)"
 _STRIPES = f"({_TABLE}, {_TABLE}, {_TABLE}, {_LIST}, {_TABLE}, {_TABLE}, {_TABLE}, {_TABLE}, {_LIST}, {_LIST}, float64)"

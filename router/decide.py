@@ -8,7 +8,7 @@ equal workers.
 
 Redo is scored for all workers at once, and so is every load from one holder (`router.kernel`). Holders are tried in the
 order of a lower bound, until none is below the best score found: the optimum is not lost, and of many holders a few
-are tried, at most `MAX_HOLDERS`.
+are tried, at most `router.kernel.MAX_HOLDERS`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from router.kernel import OWN, REDO, WAIT, Floats
 from router.kernel_stripes import POOL
 from router.planning import Params, Promise, build_plan, build_promise, build_striped_plan
 from router.prices import LoadCost, SplitCost
-from router.scores import MAX_HOLDERS, Case, open_case
+from router.scores import Case, open_case
 from router.signals import Holding, RequestView, Snapshot
 from router.striping import Stripes, Way, share_out
 
@@ -213,16 +213,14 @@ def _best_load(case: Case, choice: _Choice, tried: list[Tried]) -> tuple[_Choice
     """
     snapshot, best_load = case.snapshot, kernels().best_load
     now_ns, table = snapshot.now_ns, snapshot.columns.table
-    at, bound = case.redo[5:]
-    floor, left = math.inf, MAX_HOLDERS
+    at, bound, left, floor = case.redo[5:]
     while at >= 0 and bound < choice.score and left:
-        left -= 1
         source = case.sources[at]
         key = snapshot.workers[source.position].key
         row = snapshot.links.row(key.worker_id, source.tier, now_ns)
         failure = snapshot.failures.probability(key, now_ns)
-        score, gpu_ns, requests, turn, position, splits, load, split, others, at, bound = best_load(
-            table, case.work, case.kept, case.sheet, row, at, failure, choice.score
+        score, gpu_ns, requests, turn, position, splits, load, split, others, at, bound, left = best_load(
+            table, case.work, case.kept, case.sheet, row, at, failure, choice.score, left
         )
         floor = min(floor, others)
         if position < 0:

@@ -172,12 +172,13 @@ class Fleet:
     def use_links(self, links: LinkEstimators) -> None:
         """Links come from here from now on."""
         self._links = links
-        self._rows.clear()
+        self._clear_rows()
 
     def links_changed(self, holder: WorkerId) -> None:
         """A link from this holder was observed."""
         for tier in Tier:
             self._rows.pop((holder, tier), None)
+        self.columns.linked_ns[:, self._positions.get(holder, ())] = 0.0
 
     def curve(self, holder: WorkerId, reader: WorkerId, tier: Tier, now_ns: int) -> LinkCurve:
         """What to expect of one link now."""
@@ -190,6 +191,8 @@ class Fleet:
             return cached[1]
         row = self._build_row(holder, tier, now_ns)
         self._rows[holder, tier] = (now_ns, row)
+        if tier is not Tier.DISK:
+            self.columns.linked_ns[tier, self._positions.get(holder, ())] = now_ns + ROW_AGE_NS
         return row
 
     def places(self, keys: tuple[WorkerKey, ...]) -> Places:
@@ -224,6 +227,10 @@ class Fleet:
                 row[0, position], row[1, position] = curve.alpha_ns, curve.byte_ns
         return row
 
+    def _clear_rows(self) -> None:
+        self._rows.clear()
+        self.columns.linked_ns.fill(0.0)
+
     def _replace(self, position: int, view: WorkerView) -> None:
         workers = list(self.workers)
         workers[position] = view
@@ -239,7 +246,7 @@ class Fleet:
             self._positions.setdefault(key.worker_id, []).append(position)
         order = sorted(range(len(keys)), key=lambda i: (keys[i].worker_id, keys[i].worker_epoch))
         self.columns.rank[order] = np.arange(len(order))
-        self._rows.clear()
+        self._clear_rows()
         self._places.clear()
         self._borrowing = None
         self._fastest = None

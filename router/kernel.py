@@ -20,6 +20,7 @@ Places = NDArray[np.int64]
 # Rows of the table of all workers; see `router.signals.Columns`.
 CLOSED, HOLDER, RANK, REPORTED, GPU_FREE, IN_FREE, OUT_FREE, REQUESTS = range(8)
 QUEUED, EMPTY, ARRIVALS, TURNOVER, PRESSURE, T0, TOKEN, PAIR = range(8, 16)
+LINKED = 16  # and 17: of a device, and of a host's memory
 
 # Rows of what a decision works with, and of what its record keeps; see `score_redo`.
 READ, READ_REDO, FILL, FILL_BLOCK, CROWD, KEEP = range(6)
@@ -27,10 +28,13 @@ WAIT, REDO, OWN = range(3)
 
 # Columns of a holder in the sheet; see `score_redo`.
 POSITION, BLOCKS, TIER, BOUND = range(4)
-TABLE_ROWS, WORK_ROWS, KEPT_ROWS, HELD_COLUMNS = 16, 6, 3, 4
+TABLE_ROWS, WORK_ROWS, KEPT_ROWS, HELD_COLUMNS = 18, 6, 3, 4
 DEVICE, HOST, DISK = 0.0, 1.0, 2.0
 
 TERMS = 26  # numbers in `Terms`
+MAX_HOLDERS = 16
+"""Holders that are tried as the only source of a load: bounds the time of a decision when hundreds of workers hold a
+hot prefix and their links differ a little."""
 ROUNDING = 1.0 + 1e-12  # bounds and prices are computed in different orders
 
 
@@ -91,7 +95,7 @@ def held_of(sheet: Floats) -> Floats:
 
 def score_redo(
     table: Floats, work: Floats, kept: Floats, sheet: Floats
-) -> tuple[float, float, float, int, int, int, float]:
+) -> tuple[float, float, float, int, int, int, float, int, float]:
     """Wait, prefill and score of redo on every worker; and for every holder a bound on what loads from it score.
 
     Args:
@@ -106,7 +110,7 @@ def score_redo(
 
     Returns:
         The least score; its prefill time, its worker's requests and turn, which decide between equals; that worker;
-        the holder to try first, or -1, and its bound.
+        and what `_to_try` says of the holders.
     """
     terms, held, size = terms_of(sheet), held_of(sheet), table.shape[1]
     assert work.shape[1] == kept.shape[1] == size  # compiled code would read beyond an array without a word
@@ -125,8 +129,8 @@ def score_redo(
         if score < best or _before(gpu, requests, turn, best_gpu, best_requests, best_turn):
             best, best_gpu, best_requests, best_turn, position = score, gpu, requests, turn, i
     _bound_holders(table, held, terms, least_wait)
-    at, bound = _next_holder(table, held)
-    return best, best_gpu, best_requests, best_turn, position, at, bound
+    at, bound, left, floor = _to_try(table, work, kept, held, terms, best, MAX_HOLDERS)
+    return best, best_gpu, best_requests, best_turn, position, at, bound, left, floor
 
 
 def first_holders(table: Floats, places: Places, chosen: Floats, now_ns: float) -> int:
@@ -236,6 +240,55 @@ def _backlog(table: Floats, position: int, terms: Terms) -> float:
     return max(0.0, free_ns - terms.now_ns)
 
 
+def _to_try(
+    table: Floats, work: Floats, kept: Floats, held: Floats, terms: Terms, limit: float, left: int
+) -> tuple[int, float, int, float]:
+    """The first holder from which some worker might load for no more than ``limit``, or whose links are due to be
+    learned anew. Those before it, which count as tried, need no look at their links: no worker would load from them
+    over the best one.
+
+    Returns:
+        That holder, or -1, and its bound; how many may still be tried; and the least that loads from those before it
+        could score.
+    """
+    floor = math.inf
+    at, bound = _next_holder(table, held)
+    while at >= 0 and bound < limit and left > 0:
+        if table[LINKED + int(held[at, TIER]), int(held[at, POSITION])] <= terms.now_ns:
+            break
+        least = _least_load(table, work, kept, held, terms, at, limit * ROUNDING)
+        if least <= limit * ROUNDING:
+            break
+        left, floor = left - 1, min(floor, least)
+        _raise_bounds(table, held, terms, at, least)
+        at, bound = _next_holder(table, held)
+    return at, bound, left, floor
+
+
+def _least_load(
+    table: Floats, work: Floats, kept: Floats, held: Floats, terms: Terms, at: int, ceiling: float
+) -> float:
+    """The least that loads from a holder could score on any worker, or something below ``ceiling``."""
+    blocks, out_ns = int(held[at, BLOCKS]), _backlog(table, int(held[at, POSITION]), terms)
+    total, cached = int(terms.total_tokens), blocks * int(terms.block_tokens)
+    link, split, least = _best_link(held[at, TIER], terms), terms.split > 0.0, math.inf
+    for i in range(table.shape[1]):
+        if kept[OWN, i] >= blocks:
+            continue
+        if kept[WAIT, i] > ceiling:  # mostly; nothing else is looked at
+            least = min(least, kept[WAIT, i])
+            continue
+        rest = prefill_ns(table[T0, i], table[TOKEN, i], table[PAIR, i], total, cached)
+        harm = min(rest, terms.cap_ns) * work[CROWD, i] + work[KEEP, i]
+        bound = kept[WAIT, i] + rest + harm
+        if bound <= ceiling:
+            bound = least_ns(_pair_of(table, work, kept, terms, i, blocks, out_ns, link, 0.0), split) + harm
+        least = min(least, bound)
+        if least <= ceiling:
+            break
+    return least
+
+
 def _next_holder(table: Floats, held: Floats) -> tuple[int, float]:
     """The holder of least bound, then of least backlog, then the first in key order; -1 when none is left."""
     at, bound, backlog, rank = -1, math.inf, math.inf, math.inf
@@ -270,8 +323,16 @@ def _turn(table: Floats, position: int, terms: Terms) -> int:
 
 
 def best_load(
-    table: Floats, work: Floats, kept: Floats, sheet: Floats, row: Floats, at: int, failure: float, limit: float
-) -> tuple[float, float, float, int, int, bool, LoadCost, SplitCost, float, int, float]:
+    table: Floats,
+    work: Floats,
+    kept: Floats,
+    sheet: Floats,
+    row: Floats,
+    at: int,
+    failure: float,
+    limit: float,
+    left: int,
+) -> tuple[float, float, float, int, int, bool, LoadCost, SplitCost, float, int, float, int]:
     """The best plan that loads from one holder, over all workers. What can neither win nor score ``limit`` is passed
     over.
 
@@ -280,11 +341,13 @@ def best_load(
         row: α and time per byte of the links from the holder to every worker.
         at: the holder.
         failure: chance that a load from it fails.
+        limit: the score to beat.
+        left: how many holders may be tried, this one included.
 
     Returns:
         Score, prefill time, requests and turn as for `score_redo`; the worker, -1 when no plan is left; whether the
-        plan splits; the load and the split of that worker; the least that plans of other workers could score; and the
-        holder to try next, or -1, and its bound.
+        plan splits; the load and the split of that worker; the least that other plans which need not be looked at any
+        more could score; and the holder to try next, or -1, its bound, and how many may still be tried.
     """
     terms, held = terms_of(sheet), held_of(sheet)
     assert work.shape[1] == kept.shape[1] == row.shape[1] == table.shape[1]
@@ -326,7 +389,8 @@ def best_load(
         else:
             others = min(others, score)
     _raise_bounds(table, held, terms, at, group)
-    following, bound = _next_holder(table, held)
+    following, bound, left, floor = _to_try(table, work, kept, held, terms, min(limit, best), left - 1)
+    others = min(others, floor)
     load, tail = (math.inf, math.inf, 0.0, 0, 0.0), (math.inf, math.inf, 0.0, 0, 0.0, 0)
     if position >= 0:
         link = (row[0, position], row[1, position])
@@ -334,7 +398,7 @@ def best_load(
         load = cost_of_load(pair, terms.notice_ns)
         if split:
             tail = cost_of_split(pair)
-    return best, best_gpu, best_requests, best_turn, position, splits, load, tail, others, following, bound
+    return best, best_gpu, best_requests, best_turn, position, splits, load, tail, others, following, bound, left
 
 
 def _pair_of(

@@ -29,6 +29,7 @@ from router.kernel import (
     HOST,
     KEEP,
     KEPT_ROWS,
+    MAX_HOLDERS,
     OWN,
     READ,
     READ_REDO,
@@ -43,10 +44,6 @@ from router.signals import Holding, RequestView, Snapshot, holdings, longest, re
 
 _DEVICE, _HOST, _DISK = Tier  # looking a member up takes longer than comparing with it
 _longest = itemgetter(1)
-
-MAX_HOLDERS = 16
-"""Holders that are tried as the only source of a load: bounds the time of a decision when hundreds of workers hold a
-hot prefix and their links differ a little."""
 
 FIRST_HOLDERS = 1 + max(MAX_HOLDERS, POOL)
 """So many, and the next one, of those that hold equally much may be come to by a search."""
@@ -64,7 +61,8 @@ class Case:
         sources: ``held``, and prefixes on disks, longest first, as in ``sheet``.
         work, kept, sheet: see `router.kernel.score_redo`.
         redo: what that returned: the least score; prefill time, requests, turn and position of its worker; the source
-            to try first, -1 when there is none, and the least that loads from it score.
+            to try first, -1 when there is none, and the least that loads from it score; how many may be tried, and the
+            least that loads from those which need not be could score.
     """
 
     request: RequestView
@@ -77,7 +75,7 @@ class Case:
     work: Floats
     kept: Floats
     sheet: Floats
-    redo: tuple[float, float, float, int, int, int, float]
+    redo: tuple[float, float, float, int, int, int, float, int, float]
 
     def wait_ns(self, position: int) -> float:
         """W of a worker, what lies on its disk (`router.disks`) or in host memory (`router.fills`) included."""

@@ -83,6 +83,7 @@ class Columns:
         pressure: how soon what leaves the worker's cache would have been wanted again, against the mean of all; 0
             where nobody knows.
         t0_ns, token_ns, pair_ns: prefill curves (`router.estimators.PrefillCurve`); ``curves`` are all three rows.
+        linked_ns: until when what is kept of the links from a worker counts, by tier: its device, its host's memory.
     """
 
     __slots__ = (
@@ -93,6 +94,7 @@ class Columns:
         "gpu_free_ns",
         "holder",
         "in_free_ns",
+        "linked_ns",
         "out_free_ns",
         "pair_ns",
         "pressure",
@@ -125,6 +127,7 @@ class Columns:
         self.token_ns: Floats = table[kernel.TOKEN]
         self.pair_ns: Floats = table[kernel.PAIR]
         self.curves: Floats = table[kernel.T0 : kernel.PAIR + 1]
+        self.linked_ns: Floats = table[kernel.LINKED :]
 
     @classmethod
     def zeros(cls, size: int) -> Columns:

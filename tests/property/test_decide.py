@@ -301,9 +301,20 @@ def test_compiled_code_says_what_its_source_says(
         for at, source in enumerate(case.sources):
             row = shot.links.row(shot.workers[source.position].key.worker_id, source.tier, shot.now_ns)
             sides = [(function, sheet.copy()) for function in (kernel.best_load, kernels().best_load)]
-            said = [f(table, work, kept, mine, row, at, rate, case.redo[0]) for f, mine in sides]
+            said = [f(table, work, kept, mine, row, at, rate, case.redo[0], 3) for f, mine in sides]
             assert said[0] == said[1]
             assert (sides[0][1] == sides[1][1]).all()
+
+
+@SETTINGS
+@given(worlds(), harms)
+def test_nothing_is_lost_by_passing_holders_over_without_a_look_at_their_links(world: World, harm: Harm) -> None:
+    shot, params = world.shot(), Params(harm=harm)
+    looked = decide(request(), shot, params)
+    shot.columns.linked_ns.fill(math.inf)
+    made = decide(request(), shot, params)
+    assert (made.kept == looked.kept).all()
+    assert made._replace(kept=looked.kept) == looked
 
 
 @SETTINGS

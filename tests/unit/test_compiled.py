@@ -66,7 +66,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         score_redo(table, work, kept, sheet)
     for row, at in ((np.zeros((2, 2)), 0), (np.zeros((2, 3)), 1), (np.zeros((2, 3)), -1)):
         with pytest.raises(AssertionError):
-            best_load(table, work, kept, sheet, row, at, 0.0, 1.0)
+            best_load(table, work, kept, sheet, row, at, 0.0, 1.0, 1)
     found, ways, links, wide = np.zeros((2, 3)), np.zeros((5, 4)), np.zeros((5, 2)), np.zeros((5, 3))
     for alphas, bytes_ns, shares in (
         (wide, links, np.ones(2)),

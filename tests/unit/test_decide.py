@@ -9,13 +9,14 @@ import pytest
 
 from kvpool.errors import UnavailableError
 from kvpool.plan import PlanKind
-from kvpool.types import MemberState, Role, Tier
-from router.decide import MAX_HOLDERS, decide
+from kvpool.types import MemberState, Role, Tier, WorkerId
+from router.decide import decide
 from router.estimators import LinkCurve, LinkEstimators, PrefillCurve
 from router.fleet import Fleet
+from router.kernel import MAX_HOLDERS, Floats
 from router.planning import Harm, Params
 from router.signals import NO_ARRIVALS, Features, WorkerView
-from tests.unit.router_kit import MS, FixedFailures, S, Worker, key, request, snapshot
+from tests.unit.router_kit import CURVE, MS, FixedFailures, FixedLinks, S, Worker, key, request, snapshot
 
 PARAMS = Params()
 PARAMS_WITHOUT_HARM = Params(harm=Harm())
@@ -258,6 +259,29 @@ def test_only_pairs_that_might_win_are_priced() -> None:
     shown = decide(request(), snapshot(workers), Params(priced_pairs=4))
     assert len(shown.loads) == 4
     assert shown.worker == key(49)
+
+
+def test_links_from_a_holder_that_no_worker_would_load_from_are_looked_up_when_that_is_due_only() -> None:
+    asked = []
+
+    class Asked(FixedLinks):
+        def row(self, holder: WorkerId, tier: Tier, now_ns: int) -> Floats:
+            asked.append(holder)
+            return FixedLinks.row(self, holder, tier, now_ns)
+
+    slow = replace(CURVE, token_ns=1.0 * MS)  # it is free, others are fast: together the bound of the holder
+    shot = snapshot([Worker(0, curve=slow), Worker(1, wait_ns=3.0 * S), Worker(2, blocks=50, wait_ns=9.0 * S)])
+    keys = tuple(view.key for view in shot.workers)
+    shot = shot._replace(links=Asked(keys, LinkCurve(1.0 * S, 0.25)))
+    due = decide(request(), shot, PARAMS)
+    assert asked == [key(2).worker_id]
+    shot.columns.linked_ns[Tier.DEVICE, 2] = shot.now_ns + 1
+    kept = decide(request(), shot, PARAMS)
+    assert asked == [key(2).worker_id]
+    assert (kept.worker, kept.plan, kept.load_floor_ns) == (due.worker, due.plan, due.load_floor_ns)
+    shot.columns.linked_ns[Tier.DEVICE, 2] = shot.now_ns
+    decide(request(), shot, PARAMS)
+    assert asked == [key(2).worker_id] * 2
 
 
 def test_of_many_holders_of_a_hot_prefix_a_few_are_tried() -> None:

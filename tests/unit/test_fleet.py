@@ -9,7 +9,7 @@ import pytest
 from kvpool.reports import WorkerLoad
 from kvpool.types import MemberState, Role, Tier
 from router.estimators import LinkEstimators, PrefillCurve
-from router.fleet import MAX_PRESSURE, Fleet
+from router.fleet import MAX_PRESSURE, ROW_AGE_NS, Fleet
 from router.signals import WorkerView
 from tests.unit.router_kit import S, key
 
@@ -86,3 +86,30 @@ def test_a_row_says_of_every_link_what_its_curve_says() -> None:
                 curves = [made.curve(holder, view.key.worker_id, asked, now_ns) for view in made.workers]
                 assert row.tolist() == [[c.alpha_ns for c in curves], [c.byte_ns for c in curves]]
             made.links_changed(holder)
+
+
+def test_the_columns_say_until_when_what_is_kept_of_links_counts() -> None:
+    made, until_ns = fleet(1.0, 1.0), 5 * S + ROW_AGE_NS
+
+    def kept() -> list[list[float]]:
+        for tier in (Tier.HOST, Tier.DISK):
+            made.row(key(1).worker_id, tier, 5 * S)
+        return made.columns.linked_ns.tolist()  # type: ignore[no-any-return]
+
+    assert made.columns.linked_ns.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    assert kept() == [[0.0, 0.0], [0.0, until_ns]]
+    made.row(key(1).worker_id, Tier.HOST, until_ns - 1)
+    assert made.columns.linked_ns[Tier.HOST, 1] == until_ns
+    made.row(key(1).worker_id, Tier.HOST, until_ns)
+    assert made.columns.linked_ns[Tier.HOST, 1] == until_ns + ROW_AGE_NS
+    made.links_changed(key(0).worker_id)
+    assert made.columns.linked_ns.any()
+    for change in (
+        lambda: made.links_changed(key(1).worker_id),
+        lambda: made.use_links(LinkEstimators()),
+        lambda: made.put(WorkerView(key(2), Role.MIXED, MemberState.ALIVE), CURVE),
+        lambda: made.remove(key(0)),
+    ):
+        kept()
+        change()
+        assert not made.columns.linked_ns.any()
