@@ -83,7 +83,10 @@ async def _without_routers(connection: ClusterConnection, error: KVPoolError) ->
             "unknown": dict.fromkeys(("routers", "workers", "metadata"), nobody),
         }
     if not actors:
-        raise error
+        raise UnavailableError(
+            f"Ray has no actor in the namespace {connection.namespace!r}: the cluster was ended or has another name",
+            gone=True,
+        ) from error
     routers = [name for name in actors if is_router(name)]
     workers = [name for name in actors if not is_router(name)]
     told = await asyncio.gather(*(_part(_worker_status(connection, name)) for name in workers))

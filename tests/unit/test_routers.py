@@ -368,6 +368,18 @@ class _NoRay(_NoRouter):
         raise UnavailableError("Ray did not answer in time")
 
 
+class _Nobody(_NoRouter):
+    """Ray knows nobody of that name."""
+
+    async def actors(self) -> tuple[str, ...]:
+        return ()
+
+
+def test_a_cluster_that_is_not_there_is_an_error_and_not_an_empty_status() -> None:
+    with pytest.raises(UnavailableError, match=r"'kvpool-of-nobody'.*another name"):
+        asyncio.run(cluster_status(_Nobody()))  # type: ignore[arg-type]
+
+
 def test_without_ray_the_status_says_that_nothing_is_known_instead_of_that_nothing_is_there() -> None:
     status = asyncio.run(cluster_status(_NoRay()))  # type: ignore[arg-type]
     assert [len(status[kind]) for kind in ("routers", "workers", "metadata")] == [0, 0, 0]
