@@ -123,14 +123,10 @@ class _Choice(NamedTuple):
     cost: LoadCost | SplitCost = (0.0, 0.0, 0.0, 0, 0.0)
     byte_ns: float = 0.0
 
-    def ttft_ns(self, case: Case) -> float:
-        """Expected time to the first token."""
-        return self.cost[0] if self.source is not None else case.wait_ns(self.position) + self.gpu_ns
-
-    def price(self, case: Case) -> Price:
-        """What it costs."""
+    def price(self, case: Case, own_blocks: int) -> Price:
+        """What it costs a worker that has so much of the prompt."""
         if self.source is None:
-            return cost.price_redo(case.wait_ns(self.position), self.gpu_ns, case.own_blocks(self.position))
+            return cost.price_redo(case.wait_ns(self.position), self.gpu_ns, own_blocks)
         return Price(self.kind, *self.cost)
 
 
@@ -180,7 +176,8 @@ def _search(case: Case) -> _Verdict:
 def _decision(verdict: _Verdict) -> Decision:
     case, choice, stripes, tried, priced, floor = verdict
     request, snapshot, params, position = case.request, case.snapshot, case.params, choice.position
-    own, price = case.own_blocks(position), choice.price(case)
+    own = case.own_blocks(position)
+    price = choice.price(case, own)
     if stripes is None:
         plan = build_plan(snapshot, params, case.held, price, choice.source, position, own)
         promise = build_promise(request, snapshot, plan, price, position, own, choice.byte_ns)

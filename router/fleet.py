@@ -109,14 +109,14 @@ class Fleet:
 
         Counts carry a common factor that grows with time, so that all of them decay without being touched.
         """
+        arrivals, reported_ns = self.columns.arrivals, self.columns.reported_ns
         exponent = (now_ns - self._arrivals_since_ns) / ARRIVAL_MEMORY_NS
         if exponent > _MAX_EXPONENT:
-            kept = self.columns.arrivals * math.exp(-exponent)
-            self.columns.arrivals[:] = np.maximum(kept, NO_ARRIVALS)
+            arrivals[:] = np.maximum(arrivals * math.exp(-exponent), NO_ARRIVALS)
             self._arrivals_since_ns, exponent = now_ns, 0.0
-        self.columns.arrivals[position] += math.exp(exponent)
-        if self.columns.reported_ns[position] == math.inf:
-            self.columns.reported_ns[position] = now_ns
+        arrivals[position] += math.exp(exponent)
+        if reported_ns.item(position) == math.inf:
+            reported_ns[position] = now_ns
 
     def arrival_scale(self, now_ns: int) -> float:
         """What turns `Columns.arrivals` into requests per ns now."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from kvpool.types import RequestId, WorkerKey
 from router.planning import Promise
@@ -32,8 +31,17 @@ class _Entry:
 
 
 @dataclass(slots=True)
-class _Account:
-    """One worker: moments until which it and its links are promised, the requests of live promises and their tokens."""
+class Totals:
+    """What is promised with one worker. Written by the ledger; for all others it counts until the ledger's next call.
+
+    Moments are in the router's clock; 0 when nothing ever was.
+
+    Attributes:
+        gpu_free_ns: when reported and promised prefill ends.
+        in_free_ns, out_free_ns: when promised loads in and out end.
+        live: requests of live promises.
+        tokens: their prompt tokens to compute.
+    """
 
     gpu_free_ns: float = 0.0
     in_free_ns: float = 0.0
@@ -41,26 +49,15 @@ class _Account:
     live: set[RequestId] = field(default_factory=set)
     tokens: int = 0
 
+    @property
+    def requests(self) -> int:
+        """Live promises."""
+        return len(self.live)
+
     def settle(self, request: RequestId, promise: Promise) -> None:
         """A live promise is one no longer."""
         self.live.discard(request)
         self.tokens -= promise.tokens
-
-
-class Totals(NamedTuple):
-    """What is promised with one worker. Moments are in the router's clock; 0 when nothing ever was.
-
-    Attributes:
-        gpu_free_ns: when reported and promised prefill ends.
-        in_free_ns, out_free_ns: when promised loads in and out end.
-        requests, tokens: live promises and their prompt tokens to compute.
-    """
-
-    gpu_free_ns: float
-    in_free_ns: float
-    out_free_ns: float
-    requests: int
-    tokens: int
 
 
 class Ledger:
@@ -68,7 +65,7 @@ class Ledger:
 
     def __init__(self, bound_ns: int = PROMISE_BOUND_NS) -> None:
         self._bound_ns = bound_ns
-        self._accounts: dict[WorkerKey, _Account] = {}
+        self._accounts: dict[WorkerKey, Totals] = {}
         self._entries: dict[RequestId, _Entry] = {}
         self._expiry: list[tuple[float, RequestId]] = []
         self.lapsed = 0
@@ -82,10 +79,8 @@ class Ledger:
 
     def totals(self, worker: WorkerKey) -> Totals:
         """What is promised with a worker."""
-        account = self._accounts.get(worker)
-        if account is None:
-            return Totals(0.0, 0.0, 0.0, 0, 0)
-        return Totals(account.gpu_free_ns, account.in_free_ns, account.out_free_ns, len(account.live), account.tokens)
+        found = self._accounts.get(worker)
+        return Totals() if found is None else found
 
     def reserve(self, request: RequestId, promise: Promise, now_ns: int) -> tuple[WorkerKey, ...]:
         """Promise a decision's work, replacing an earlier promise of the same request (a retry).
@@ -168,10 +163,10 @@ class Ledger:
             self.release(request, now_ns)
         del self._accounts[worker]
 
-    def _account(self, worker: WorkerKey) -> _Account:
+    def _account(self, worker: WorkerKey) -> Totals:
         account = self._accounts.get(worker)
         if account is None:
-            account = self._accounts[worker] = _Account()
+            account = self._accounts[worker] = Totals()
         return account
 
     def _settle(self, request: RequestId, entry: _Entry) -> None:

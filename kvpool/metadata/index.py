@@ -275,10 +275,11 @@ class PrefixIndex:
             tier = tiers[0]
             shift = self._lanes[tier] * self._width
             steps, pieces = table.descend(chain, self._visible << shift)
-            known = self._decoded.get
-            result = joined(
-                [({tier: blocks}, known(bits >> shift) or self._keys_of(bits >> shift)) for blocks, bits in steps]
-            )
+            runs, known = [], self._decoded.get
+            for blocks, bits in steps:
+                slots = bits >> shift
+                runs.append(({tier: blocks}, known(slots) or self._keys_of(slots)))
+            result = joined(runs)
         else:
             result, pieces = self._descend_tiers(table, chain, tiers)
         if learn and pieces:
