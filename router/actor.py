@@ -90,6 +90,7 @@ class RouterActor:
             features=Features(split=True, stripes=MAX_STRIPES),
             max_records=config.max_records,
             router_id=f"{name}-{self._started_ns:x}",
+            routers=len(info.routers),
         )
         directory = None if cluster_dir is None else Path(cluster_dir)
         self._metrics_note = ""

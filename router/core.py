@@ -59,6 +59,7 @@ class RouterCore:
         router_id: prefix of decision ids; keeps those of several routers apart.
         rng: for policies that are random by definition.
         footprint: bytes of the model's KV; None takes them from the first member, without fixed bytes.
+        routers: how many the cluster has, this one included.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class RouterCore:
         router_id: str = "r0",
         rng: Random | None = None,
         footprint: Footprint | None = None,
+        routers: int = 1,
     ) -> None:
         self._directory = directory
         self._clock_ns = clock_ns
@@ -93,8 +95,8 @@ class RouterCore:
         self._worker_counters: dict[WorkerKey, dict[str, int]] = {}
         self._decided = 0
         self.tally = Tally()
-        self._door = Door(self._policy.hold)
-        self._peers = Peers()
+        self._peers = Peers(routers)
+        self._door = Door(self._policy.hold, self._peers)
 
     # ---- deciding
 
@@ -316,7 +318,10 @@ class RouterCore:
         work_ns = cost.queue_ns(report.load, curve)
         served = report.load.served_request_ids
         for request in served:
-            self._peers.accepted(own=request in self._ledger or _second(request) in self._ledger)
+            own = request in self._ledger or _second(request) in self._ledger
+            self._peers.accepted(own=own)
+            if not own:
+                self._fleet.note_arrival(self._fleet.index[key], now_ns)
         if len(self._ledger):
             served += tuple(_second(request) for request in served)
         self._ledger.on_report(key, work_ns, served, now_ns)

@@ -14,6 +14,7 @@ from kvpool.types import BlockHash, RequestId, WorkerKey
 from router.admission import Admission, Forecast, Ruling, admit
 from router.decide import Decision
 from router.kernel import Floats
+from router.peers import Peers
 from router.signals import Snapshot
 from router.waiting import Hold, Turn, WaitingRoom
 
@@ -49,10 +50,12 @@ class Door:
 
     Args:
         hold: from when on requests wait here for workers.
+        peers: says how many wait at other routers.
     """
 
-    def __init__(self, hold: Hold) -> None:
+    def __init__(self, hold: Hold, peers: Peers) -> None:
         self._hold = hold
+        self._peers = peers
         self._room = WaitingRoom()
 
     def waiting(self, now_ns: int) -> int:
@@ -125,7 +128,7 @@ class Door:
         one; or with n before it the worker that is free as the next after n others, should each of them take one.
         """
         waits = open_waits(snapshot, exclude)
-        ahead = self._room.ahead(request_id, turn)
+        ahead = self._room.ahead(request_id, turn).of_all(self._peers.waiting_scale)
         if not len(waits):
             return -self._hold.backlog_ns
         hold_ns = (float(waits.sum()) + ahead.work_ns) / len(waits) - self._hold.backlog_ns

@@ -90,6 +90,14 @@ class Ahead(NamedTuple):
     work_ns: float
     same_ns: float
 
+    def of_all(self, scale: float) -> Ahead:
+        """Those at all routers, where ``scale`` requests wait for each one that waits here. The first of every room are
+        about equally due, so a request stands behind the first of all others too. Which worker others' would have is
+        not known."""
+        if scale == 1.0:
+            return self
+        return Ahead(round((self.number + 1) * scale) - 1, self.work_ns * scale, self.same_ns)
+
 
 class WaitingRoom:
     """Who was told to wait and keeps asking. Not thread-safe; bounded.

@@ -19,6 +19,7 @@ from rich.table import Table
 from kvpool.cli.output import JsonOption, console, guarded, print_json, print_table, progress
 from kvpool.cli.records import read_records
 from kvpool.cli.trace_source import open_trace
+from kvpool.config import MAX_ROUTERS
 from kvpool.errors import ConfigError, RequestError
 from kvpool.jsontext import parse_json
 from router.parameters import params_from_dict, params_to_dict
@@ -71,6 +72,7 @@ def simulate(
     host_blocks: Annotated[
         int, typer.Option(min=0, help="Blocks each node's host keeps of those that left its GPUs; 0 is no host tier.")
     ] = 0,
+    routers: Annotated[int, typer.Option(min=1, max=MAX_ROUTERS, help="Routers, among which requests spread.")] = 1,
     params: Annotated[
         Path | None, typer.Option(help=f"Parameters that 'kvpool tune' wrote; adds the policy '{TUNED}'.")
     ] = None,
@@ -94,6 +96,7 @@ def simulate(
             seed=seed,
             faults=parse_faults(faults),
             params=loaded,
+            routers=routers,
         )
         _simulate(sweep, html, json_)
 

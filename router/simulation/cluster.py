@@ -34,6 +34,7 @@ from router.simulation.network import Network
 from router.simulation.oracle import AT_ONCE, Oracle
 from router.simulation.parts import Job, Node, departed
 from router.simulation.presets import Preset
+from router.simulation.routers import SeveralRouters
 from router.simulation.scenario import Faults, Served, Timing
 from router.simulation.trace import Trace, TraceRequest
 
@@ -56,6 +57,7 @@ class Cluster:
         seed: of faults, and of policies that draw.
         oracle: show the policy the truth (`router.simulation.oracle`).
         calibration: prefills that every node measured before it joined, as real workers do.
+        routers: how many; each hears everything, and has promises and a waiting room of its own.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Cluster:
         max_records: int = 1000,
         oracle: bool = False,
         calibration: tuple[PrefillSample, ...] = (),
+        routers: int = 1,
     ) -> None:
         self.loop = EventLoop()
         self._trace = trace
@@ -103,16 +106,21 @@ class Cluster:
             ),
             self._rng,
         )
-        self.core = RouterCore(
-            self._index,
-            lambda: self.loop.now_ns,
-            policy=Oracle(policy, self.nodes, self._network, preset) if oracle else policy,
-            features=features or Features(split=True, stripes=MAX_STRIPES),
-            max_records=max_records,
-            router_id="sim",
-            rng=Random(seed + 1),
-            footprint=self._footprint,
-        )
+        cores = [
+            RouterCore(
+                self._index,
+                lambda: self.loop.now_ns,
+                policy=Oracle(policy, self.nodes, self._network, preset) if oracle else policy,
+                features=features or Features(split=True, stripes=MAX_STRIPES),
+                max_records=max_records,
+                router_id=f"sim{number or ''}",
+                rng=Random(seed + 1 + number),
+                footprint=self._footprint,
+                routers=routers,
+            )
+            for number in range(routers)
+        ]
+        self.core: RouterCore | SeveralRouters = cores[0] if routers == 1 else SeveralRouters(cores)
         self.served = [Served(item.arrival_ns, item.prompt_tokens, item.output_tokens) for item in trace.requests]
 
     @property

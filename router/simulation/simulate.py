@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from kvpool.config import MAX_ROUTERS
 from kvpool.errors import RequestError
 from router.policies import Policy, make_policy
 from router.signals import Features
@@ -26,6 +27,7 @@ def simulate(
     features: Features | None = None,
     timing: Timing | None = None,
     oracle: bool = False,
+    routers: int = 1,
 ) -> SimReport:
     """Play a trace against a simulated cluster. The same arguments give the same report, but for ``wall_s``.
 
@@ -38,6 +40,7 @@ def simulate(
         rate: how many times as fast as in the trace requests arrive.
         seed: of faults and of policies that draw.
         oracle: show the policy the truth instead of what a router knows.
+        routers: number of routers, at least 1.
 
     Raises:
         RequestError: a number is out of range.
@@ -45,6 +48,8 @@ def simulate(
     """
     if nodes < 1:
         raise RequestError(f"a cluster needs at least 1 node, got {nodes}", field="nodes")
+    if not 1 <= routers <= MAX_ROUTERS:
+        raise RequestError(f"a cluster has 1 to {MAX_ROUTERS} routers, got {routers}", field="routers")
     if not bandwidth_bytes_per_s > 0:
         raise RequestError(f"bandwidth must be positive, got {bandwidth_bytes_per_s}", field="bandwidth")
     preset = get_preset(preset) if isinstance(preset, str) else preset
@@ -61,6 +66,7 @@ def simulate(
         timing=timing,
         seed=seed,
         oracle=oracle,
+        routers=routers,
     )
     served = cluster.run()
     facts = RunFacts(

@@ -40,6 +40,7 @@ class Sweep:
         bandwidths_bytes_per_s: of every node's link, each way.
         rates: factors on the trace's own request rate.
         policies: names; `TUNED` needs ``params``.
+        routers: number of routers. They share one policy, which matters for those few that remember what they chose.
     """
 
     trace: Trace
@@ -51,6 +52,7 @@ class Sweep:
     seed: int = 0
     faults: Faults = field(default_factory=Faults)
     params: Params | None = None
+    routers: int = 1
 
     @property
     def runs(self) -> int:
@@ -194,6 +196,7 @@ def _run(sweep: Sweep, bandwidth: float, rate: float, name: str, on_progress: Ca
         seed=sweep.seed,
         faults=sweep.faults,
         oracle=name == ORACLE,
+        routers=sweep.routers,
     )
     routed = sorted(policy.workers().values(), reverse=True)
     idle = [0] * (sweep.nodes - len(routed))  # nodes that got nothing were never counted

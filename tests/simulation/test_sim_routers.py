@@ -131,3 +131,26 @@ def test_the_share_has_a_floor() -> None:
     for _ in range(10_000):
         peers.accepted(own=False)
     assert peers.scale == MAX_SCALE
+
+
+def test_as_many_wait_at_each_other_router_as_here_whatever_its_share_until_the_others_are_silent() -> None:
+    peers = Peers(ROUTERS)
+    assert peers.waiting_scale == 1.0  # nobody has been heard of
+    for number in range(100):
+        peers.accepted(own=number % 10 == 0)
+    assert peers.waiting_scale == ROUTERS
+    for number in range(100):
+        peers.accepted(own=number % 10 != 0)
+    assert peers.waiting_scale == ROUTERS
+    for _ in range(200):
+        peers.accepted(own=True)
+    assert peers.waiting_scale == 1.0
+
+
+def test_what_others_send_to_a_worker_counts_among_those_who_follow_there() -> None:
+    world = World(2, seed=1)
+    world.ask_all(0)
+    world.loop.run(until_ns=3 * REPORT_NS)
+    one, other = (core.snapshot((), world.loop.now_ns).columns.arrivals for core in world.routers)
+    assert one.sum() > 0.9 * BURST
+    assert one == pytest.approx(other, abs=0.1)

@@ -142,6 +142,17 @@ def test_faults_reach_the_simulated_links() -> None:
     assert report["loaded_share"] == 0.0
 
 
+def test_requests_spread_over_several_routers_which_know_less_of_each_other_than_one_of_itself() -> None:
+    one, three = (run("simulate", CHAT, *SMALL, "--policy", "kvpool", "--json", "--routers", n) for n in "13")
+    alone, together = (json.loads(result.stdout)["runs"][0] for result in (one, three))
+    assert alone["requests"] == together["requests"] == 60
+    assert alone["ttft_mean_ms"] != together["ttft_mean_ms"]
+    with pytest.raises(RequestError, match="1 to 8 routers"):
+        simulate_once(
+            open_trace(CHAT), nodes=1, preset="llama-70b", bandwidth_bytes_per_s=1e9, policy="kvpool", routers=9
+        )
+
+
 def test_default_parameters_from_a_file_decide_like_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "params.json"
     path.write_text(json.dumps(params_to_dict(Params())))

@@ -11,7 +11,18 @@ from kvpool.reports import WorkerLoad
 from kvpool.request import MAX_PRIORITY, Limits
 from kvpool.types import RequestId
 from router.core import RouterCore
-from router.waiting import GRACE_NS, MAX_POLL_NS, MAX_WAITING, MAX_YIELD_NS, POLL_NS, Hold, Turn, WaitingRoom, poll_ns
+from router.waiting import (
+    GRACE_NS,
+    MAX_POLL_NS,
+    MAX_WAITING,
+    MAX_YIELD_NS,
+    POLL_NS,
+    Ahead,
+    Hold,
+    Turn,
+    WaitingRoom,
+    poll_ns,
+)
 from tests.unit.router_kit import MS, S, key, report
 from tests.unit.test_admission import slow_core
 from tests.unit.test_router_core import Clock, meta
@@ -67,6 +78,13 @@ def test_every_priority_is_due_before_lower_ones_and_none_before_those_who_came_
     dues = [HOLD.due_ns(0.0, S, priority) for priority in range(-MAX_PRIORITY, MAX_PRIORITY + 1)]
     assert dues == sorted(set(dues), reverse=True)
     assert dues[0] < HOLD.due_ns(60.0 * S, S, MAX_PRIORITY)
+
+
+def test_of_several_routers_a_request_stands_behind_the_first_of_every_other_one_too() -> None:
+    ahead = Ahead(2, 3.0 * S, 1.0 * S)
+    assert ahead.of_all(1.0) == ahead
+    assert ahead.of_all(3.0) == Ahead(8, 9.0 * S, 1.0 * S)
+    assert Ahead(0, 0.0, 0.0).of_all(3.0) == Ahead(2, 0.0, 0.0)
 
 
 def test_who_waits_asks_again_half_way() -> None:
