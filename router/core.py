@@ -131,7 +131,9 @@ class RouterCore:
         decision_id = f"{self._router_id}-{self._decided}"
         part = None
         if decoders:
-            part = roles.hand_over(request, snapshot, Params(), decision, decoders, f"{decision_id}{SECOND_PART}")
+            tpot_ns = meta.limits.tpot_ns
+            able = roles.paced(request, snapshot, decoders, tpot_ns, lambda key: self._tpot_ns(key, now_ns))
+            part = roles.hand_over(request, snapshot, Params(), decision, able, f"{decision_id}{SECOND_PART}")
         ruling = self._admit(meta, decision_id, request, snapshot, decision, part)
         decoder = None if part is None else part.worker
         self._remember(meta, decision_id, request, snapshot, decision, ruling, decoder)

@@ -15,12 +15,12 @@ does not cover.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kvpool.plan import HandOver, LoadSlice, Plan, PlanKind
-from kvpool.types import Role, Tier
+from kvpool.types import Role, Tier, WorkerKey
 from router.decide import Decision
 from router.planning import Params, Promise, Transfer
 from router.signals import RequestView, Snapshot, usable_blocks
@@ -45,6 +45,29 @@ def narrow(request: RequestView, snapshot: Snapshot, decoders: Sequence[int]) ->
     return snapshot
 
 
+def paced(
+    request: RequestView,
+    snapshot: Snapshot,
+    decoders: Sequence[int],
+    limit_ns: int | None,
+    tpot_ns: Callable[[WorkerKey], float | None],
+) -> Sequence[int]:
+    """Of the decode workers that may take the request those that decode fast enough for it; the fastest one when none
+    does.
+
+    Args:
+        decoders: positions of the decode workers that live.
+        limit_ns: on the gap between its tokens.
+        tpot_ns: the gap to expect on a worker; one whose speed is unknown counts as fast enough.
+    """
+    if limit_ns is None:
+        return decoders
+    keys = {at: snapshot.workers[at].key for at in decoders}
+    gaps_ns = {at: tpot_ns(key) or 0.0 for at, key in keys.items() if key not in request.exclude}
+    fast = [at for at, gap_ns in gaps_ns.items() if gap_ns <= limit_ns]
+    return fast or sorted(gaps_ns, key=gaps_ns.__getitem__)[:1]
+
+
 def hand_over(
     request: RequestView, snapshot: Snapshot, params: Params, decision: Decision, decoders: Sequence[int], name: str
 ) -> HandOver | None:
@@ -53,7 +76,7 @@ def hand_over(
     The decode worker with the fewest requests; among equals the one that holds most of the prompt.
 
     Args:
-        decoders: positions of the decode workers that live.
+        decoders: positions of the decode workers that live, or of those that are `paced`.
         name: decision id of the second part.
     """
     chosen = snapshot.workers[decision.position]

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvpool.errors import CapacityError, OverloadError, UnavailableError
 from kvpool.plan import PlanKind
 from kvpool.reports import RequestOutcome, WorkerLoad
-from kvpool.request import Limits
-from kvpool.types import MemberState, Role, Tier, WorkerId
+from kvpool.request import NO_LIMITS, Limits
+from kvpool.types import MemberState, RequestId, Role, Tier, WorkerId
 from router.core import RouterCore
 from router.door import RequestMeta
-from tests.unit.router_kit import MS, FakeDirectory, S, chain, key, member, report
+from router.roles import paced
+from tests.unit.router_kit import MS, FakeDirectory, S, Worker, chain, key, member, report, request, snapshot
 from tests.unit.test_admission import _decoding
 from tests.unit.test_router_core import Clock, meta
 
@@ -178,3 +181,50 @@ def test_the_limit_on_the_gap_between_tokens_is_about_the_worker_that_decodes() 
     assert part is not None
     assert part.worker == key(1)
     assert core.status()["counters"].get("all_workers_decode_too_slowly", 0) == 0
+
+
+def test_a_request_with_a_limit_on_its_gaps_goes_to_a_decode_worker_that_keeps_it_though_it_has_more_to_do() -> None:
+    core, _, _ = core_of(PREFILL, DECODE, DECODE, DECODE)
+    for sequence in (1, 2, 3):
+        _decoding(core, 1, 200, 1, sequence)
+        _decoding(core, 2, 20, 8, sequence)
+        _decoding(core, 3, 60, 1, sequence)
+    chosen = {}
+    for gap_ms in (None, 250, 100, 50):
+        limits = NO_LIMITS if gap_ms is None else Limits(tpot_ns=gap_ms * MS)
+        part = core.route(asks("r", limits=limits)).hand_over
+        core.release(RequestId("r"))
+        assert part is not None
+        chosen[gap_ms] = part.worker
+    assert chosen[None] in {key(1), key(3)}
+    assert chosen[250] in {key(1), key(3)}
+    assert (chosen[100], chosen[50]) == (key(3), key(2))
+    degraded = core.route(asks("d", limits=Limits(tpot_ns=10 * MS, may_degrade=True), elapsed_ns=3 * S)).hand_over
+    assert degraded is not None
+    assert degraded.worker == key(2)  # none keeps it: the fastest
+    with pytest.raises(CapacityError, match="decodes more slowly"):
+        core.route(asks("w", limits=Limits(tpot_ns=10 * MS)))
+
+
+@settings(deadline=None)
+@given(
+    gaps_ns=st.lists(st.none() | st.integers(1, 100), min_size=1, max_size=6),
+    limit_ns=st.none() | st.integers(1, 100),
+    failed=st.sets(st.integers(0, 5)),
+)
+def test_no_decode_worker_is_preferred_to_a_faster_one_that_keeps_the_limit_and_failed_ones_never(
+    gaps_ns: list[int | None], limit_ns: int | None, failed: set[int]
+) -> None:
+    made = snapshot([Worker(number, role=DECODE) for number in range(len(gaps_ns))])
+    asked = request(exclude=frozenset(map(key, failed)))
+    gap_of = {key(number): gap for number, gap in enumerate(gaps_ns)}
+    found = paced(asked, made, range(len(gaps_ns)), limit_ns, gap_of.__getitem__)
+    if limit_ns is None:
+        assert list(found) == list(range(len(gaps_ns)))
+        return
+    able = {number: gap or 0 for number, gap in enumerate(gaps_ns) if number not in failed}
+    keeping = [number for number, gap in able.items() if gap <= limit_ns]
+    if keeping or not able:
+        assert list(found) == keeping
+    else:
+        assert [able[number] for number in found] == [min(able.values())]

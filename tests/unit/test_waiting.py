@@ -7,9 +7,9 @@ import math
 import pytest
 
 from kvpool.errors import CapacityError, OverloadError, RequestError
-from kvpool.reports import WorkerLoad
+from kvpool.reports import PrefillSample, WorkerLoad
 from kvpool.request import MAX_PRIORITY, Limits
-from kvpool.types import RequestId
+from kvpool.types import MemberState, RequestId
 from router.core import RouterCore
 from router.waiting import (
     GRACE_NS,
@@ -23,7 +23,7 @@ from router.waiting import (
     WaitingRoom,
     poll_ns,
 )
-from tests.unit.router_kit import MS, S, key, report
+from tests.unit.router_kit import MS, FakeDirectory, S, key, member, report
 from tests.unit.test_admission import slow_core
 from tests.unit.test_router_core import Clock, meta
 
@@ -135,6 +135,26 @@ def test_requests_wait_at_the_router_while_workers_have_seconds_to_do_and_start_
     clock.now_ns += 6 * S + S // 2
     assert asks(core, "r") is None
     assert core.status()["admissions"]["queued_now"] == 0
+
+
+def test_of_several_routers_each_expects_as_many_to_wait_at_the_others_while_those_send_requests() -> None:
+    def later_s(routers: int, others_send: int) -> float | None:
+        core = RouterCore(FakeDirectory(), Clock(), routers=routers)
+        for number in range(2):
+            core.on_member_change(member(number), MemberState.ALIVE)
+            core.on_report(report(number, 1, prefills=(PrefillSample(1600, 0, 160 * MS),)))
+        accepted = tuple(RequestId(f"other-{number}") for number in range(others_send))
+        core.on_report(report(0, 2, WorkerLoad(served_request_ids=accepted)))
+        load(core, (4.0, 4.0), 3)
+        assert asks(core, "first", tokens=16_000, elapsed_ns=S) is not None
+        return asks(core, "second", tokens=16_000)
+
+    alone = later_s(1, 0)
+    assert alone is not None
+    assert later_s(3, 0) == alone  # they are silent
+    later = later_s(3, 10)
+    assert later is not None
+    assert later > 1.5 * alone
 
 
 def test_the_record_says_how_long_a_request_waited_before_it_was_decided() -> None:
