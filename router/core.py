@@ -306,6 +306,12 @@ class RouterCore:
         self._sequences[key] = report.sequence
         now_ns = self._clock_ns()
         self._expire(now_ns)
+        served = report.load.served_request_ids
+        for request in served:  # before the outcomes, which end promises: a short request is both in one report
+            own = request in self._ledger or _second(request) in self._ledger
+            self._peers.accepted(own=own)
+            if not own:
+                self._fleet.note_arrival(self._fleet.index[key], now_ns)
         running, prefills = report.load.running_requests, self._learned.prefills
         for done in report.prefills:
             self._learned.prefill(key.worker_id, done.new_tokens, done.context_tokens, done.elapsed_ns, running)
@@ -318,12 +324,6 @@ class RouterCore:
             self.outcome(outcome)
         curve = prefills.curve(key.worker_id).beside(running)
         work_ns = cost.queue_ns(report.load, curve)
-        served = report.load.served_request_ids
-        for request in served:
-            own = request in self._ledger or _second(request) in self._ledger
-            self._peers.accepted(own=own)
-            if not own:
-                self._fleet.note_arrival(self._fleet.index[key], now_ns)
         if len(self._ledger):
             served += tuple(_second(request) for request in served)
         self._ledger.on_report(key, work_ns, served, now_ns)

@@ -105,6 +105,17 @@ def test_a_promise_ends_when_the_report_names_the_request() -> None:
     assert core.status()["workers"][0]["wait_ms"] == 0
 
 
+def test_short_requests_that_are_accepted_and_answered_in_one_report_are_the_routers_own() -> None:
+    core, _, _ = make_core(workers=1)
+    for number in range(50):
+        request_id = f"r{number}"
+        route = core.route(meta(request_id))
+        done = RequestOutcome(RequestId(request_id), route.decision_id, route.worker_id, 30 * MS, 0, 0, 32, 0, 0, 0)
+        load = WorkerLoad(served_request_ids=(RequestId(request_id),))
+        core.on_report(report(0, number + 1, load, outcomes=(done,)))
+    assert core.status()["share_of_the_traffic"] == 1.0
+
+
 def test_a_report_ends_promises_past_their_bound_though_nobody_asks_for_a_route() -> None:
     core, _, clock = make_core(workers=1)
     core.route(meta("r"))
