@@ -44,9 +44,10 @@ class ManualRouter:
         raise UnavailableError(f"{worker_id} is not a member of the pool")
 
     def held_blocks(self, worker_id: WorkerId, prompt: tuple[int, ...]) -> int:
-        """Leading blocks of the prompt that the directory says the worker holds."""
+        """Leading blocks of the prompt that the directory says the worker holds; 0 when it is not a member."""
         held = self.watcher.prefixes(block_hashes(prompt, self.namespace))
-        return max(held.get(self.member(worker_id).key, {}).values(), default=0)
+        tiers = [tiers for key, tiers in held.items() if key.worker_id == worker_id]
+        return max((blocks for item in tiers for blocks in item.values()), default=0)
 
     def wait_held(self, worker_id: WorkerId, prompt: tuple[int, ...], blocks: int, timeout_s: float = 30.0) -> None:
         """Wait until the directory shows ``blocks`` leading blocks at the worker.

@@ -140,7 +140,7 @@ async def _give_up_waiting(kit: ClusterKit, prompt: Sequence[int]) -> GenerateRe
         try:
             await kit.client.explain("given-up")
         except RequestError as error:
-            if "waits at the router" in str(error):
+            if "waiting_s" in error.details:
                 await kit.client.cancel("given-up")
         await asyncio.sleep(0.02)
     return await asked
