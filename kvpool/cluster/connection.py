@@ -8,7 +8,6 @@ is on the way of a running request. Which router is asked, and who else when it 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import os
 import socket
@@ -21,6 +20,7 @@ import ray
 import ray.exceptions
 from ray.actor import ActorHandle
 
+from kvpool.cluster.lookups import Found, Lookups, answer, wait_for
 from kvpool.cluster.ray_auth import MODE_VARIABLE, TOKEN_VARIABLE, find_token
 from kvpool.cluster.routers import (
     PATIENCE_S,
@@ -103,7 +103,7 @@ class ClusterConnection:
         self._namespace = namespace_of(cluster)
         self._routers = Routers()
         self._actors: dict[str, ActorHandle] = {}
-        self._searches: dict[str, concurrent.futures.Future[ActorHandle]] = {}
+        self._searches = Lookups()
 
     @property
     def namespace(self) -> str:
@@ -129,8 +129,17 @@ class ClusterConnection:
             named = ray.util.list_named_actors(all_namespaces=True)
             return sorted(item["name"] for item in named if item["namespace"] == self._namespace)
 
+        names: list[str] = await self.ask_ray("actors", look, CALL_TIMEOUT_S)
+        return tuple(names)
+
+    async def ask_ray(self, what: str, look: Callable[[], Any], timeout_s: float) -> Any:
+        """What Ray says to a blocking call; callers of the same ``what`` share one that is under way.
+
+        Raises:
+            UnavailableError: Ray does not say, or not in time.
+        """
         try:
-            return tuple(await asyncio.wait_for(asyncio.to_thread(look), CALL_TIMEOUT_S))
+            return await wait_for(self._searches.begin(f"ray.{what}", look), timeout_s)  # no actor has such a name
         except Exception as error:
             raise map_ray_error(error, "Ray") from error
 
@@ -361,7 +370,7 @@ class ClusterConnection:
     def _tell(self, actor: str, method: str, *args: Any) -> None:
         """Call a method whose answer nobody needs. When the actor is gone, so is what it was to do."""
 
-        def send(found: concurrent.futures.Future[ActorHandle]) -> None:
+        def send(found: Found) -> None:
             with contextlib.suppress(KVPoolError, ray.exceptions.RayError):
                 getattr(found.result(), method).remote(*args)
 
@@ -371,25 +380,16 @@ class ClusterConnection:
         """The actor's handle; TimeoutError when Ray does not say in time."""
         if name in self._actors:
             return self._actor(name)
-        found = asyncio.wrap_future(self._search(name))
-        found.add_done_callback(_seen)  # who waits no longer must not be told by a traceback that it came to nothing
-        return await asyncio.wait_for(asyncio.shield(found), timeout_s)
+        handle: ActorHandle = await wait_for(self._search(name), timeout_s)
+        return handle
 
-    def _search(self, name: str) -> concurrent.futures.Future[ActorHandle]:
-        """Ask Ray for an actor, at most once at a time for each, on a thread: without its head Ray blocks for a
-        minute."""
-        search = self._searches.get(name)
-        if search is not None and not search.done():
-            return search
-        search = concurrent.futures.Future()
-        if name in self._actors:
-            _answer(search, lambda: self._actor(name))
-            return search
-        threading.Thread(
-            target=_answer, args=(search, lambda: self._actor(name)), name=f"kvpool-find-{name}", daemon=True
-        ).start()
-        self._searches[name] = search  # not before: a thread that cannot be started answers nobody
-        return search
+    def _search(self, name: str) -> Found:
+        """Ask Ray for an actor, on a thread unless its handle is known."""
+        if name not in self._actors:
+            return self._searches.begin(name, lambda: self._actor(name))
+        known: Found = Found()
+        answer(known, lambda: self._actor(name))
+        return known
 
     def _actor(self, name: str) -> ActorHandle:
         """The handle, blocking until Ray says."""
@@ -407,18 +407,6 @@ class ClusterConnection:
                 ) from error
             self._actors[name] = handle
         return handle
-
-
-def _seen(found: asyncio.Future[ActorHandle]) -> None:
-    if not found.cancelled():
-        found.exception()
-
-
-def _answer(search: concurrent.futures.Future[ActorHandle], look: Callable[[], ActorHandle]) -> None:
-    try:
-        search.set_result(look())
-    except Exception as error:  # noqa: BLE001 - raised where the answer is waited for
-        search.set_exception(error)
 
 
 class _Shares:

@@ -7,21 +7,20 @@ Ray has no such table, the number is unknown. Metadata servers are told by the l
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import ray
 import ray.exceptions
 
-from kvpool.cluster.connection import map_ray_error
+from kvpool.cluster.connection import ClusterConnection
 from kvpool.errors import UnavailableError
 
 RESTARTS = "restarts"
 
 
-async def actor_restarts(namespace: str, timeout_s: float) -> dict[str, int]:
-    """Restarts of every actor of a Ray namespace by name, those that were ended for good left out.
+async def actor_restarts(connection: ClusterConnection, timeout_s: float) -> dict[str, int]:
+    """Restarts of every actor of a cluster by name, those that were ended for good left out.
 
     Returns:
         Those that Ray knows; actors that go while it is asked are missing.
@@ -29,10 +28,8 @@ async def actor_restarts(namespace: str, timeout_s: float) -> dict[str, int]:
     Raises:
         UnavailableError: Ray does not say, or not in time.
     """
-    try:
-        return await asyncio.wait_for(asyncio.to_thread(_look, namespace), timeout_s)
-    except Exception as error:
-        raise map_ray_error(error, "Ray") from error
+    found: dict[str, int] = await connection.ask_ray("restarts", lambda: _look(connection.namespace), timeout_s)
+    return found
 
 
 def _look(namespace: str) -> dict[str, int]:

@@ -35,7 +35,7 @@ async def cluster_status(connection: ClusterConnection) -> dict[str, Any]:
 
 async def _restarts(connection: ClusterConnection) -> dict[str, int]:
     try:
-        return await actor_restarts(connection.namespace, PART_TIMEOUT_S)
+        return await actor_restarts(connection, PART_TIMEOUT_S)
     except UnavailableError:
         return {}  # unknown of every actor, and shown as that
 

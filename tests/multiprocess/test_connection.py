@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import gc
+import os
 import socket
 import threading
 from collections.abc import AsyncIterator
@@ -201,6 +202,26 @@ def test_a_search_for_an_actor_that_blocks_keeps_deadlines_and_the_event_loop() 
         connection.over.set()
 
 
+def test_what_ray_does_not_say_costs_one_thread_however_often_it_is_asked_and_none_of_the_loop_s_own() -> None:
+    connection, over, asked = ClusterConnection("c"), threading.Event(), []
+
+    def look() -> None:
+        asked.append(threading.current_thread().name)
+        over.wait(20)
+
+    async def use() -> int:
+        for _ in range(2 * (os.cpu_count() or 1) + 40):  # more than the loop has threads
+            with pytest.raises(DeadlineError):
+                await connection.ask_ray("restarts", look, 0.001)
+        return await asyncio.to_thread(lambda: 7)  # as whoever describes a metadata server or encodes a long prompt
+
+    try:
+        assert asyncio.run(asyncio.wait_for(use(), 20.0)) == 7
+        assert asked == ["kvpool-find-ray.restarts"]
+    finally:
+        over.set()
+
+
 def test_a_search_that_nobody_waits_for_any_more_fails_without_a_traceback() -> None:
     connection = _Lost()
 
@@ -209,12 +230,12 @@ def test_a_search_that_nobody_waits_for_any_more_fails_without_a_traceback() -> 
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
         with pytest.raises(DeadlineError):
             await connection.call("router", "info", timeout_s=0.05)
-        search = connection._searches["router"]
+        search = connection._searches.running["router"]
         connection.over.set()
         with pytest.raises(UnavailableError):
             await asyncio.to_thread(search.result, 10)
         await asyncio.sleep(0.01)  # what the thread has scheduled runs
-        connection._searches.clear()
+        connection._searches.running.clear()
         del search
         gc.collect()
         return told

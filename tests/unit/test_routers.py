@@ -350,6 +350,9 @@ class _NoRouter:
     async def actors(self) -> tuple[str, ...]:
         return "router", "router-1", "worker-0"
 
+    async def ask_ray(self, *_: Any) -> dict[str, int]:
+        raise UnavailableError("Ray did not answer in time")
+
     async def call(self, actor: str, _: str, **__: Any) -> dict[str, Any]:
         return {"running": 1, "of": actor}
 
