@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-from types import FrameType
 from typing import Any
 
 import psutil
@@ -29,12 +28,11 @@ def _say(line: dict[str, Any]) -> None:
     print(json.dumps(line), flush=True)
 
 
-class _Ended(BaseException):
-    """A signal asked for the end; unwinds whatever is going on."""
-
-
-def _end(_signal: int, _frame: FrameType | None) -> None:
-    raise _Ended
+def _listen() -> None:
+    """A signal that asks for the end unwinds whatever is going on. Ray, when it starts, puts handlers of its own in
+    place, which print a stack; and waiting for it ends with no exception but this one."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
 
 
 def main() -> int:
@@ -44,8 +42,7 @@ def main() -> int:
     parser.add_argument("--name", required=True)
     parser.add_argument("--ray-address")
     arguments = parser.parse_args()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _end)
+    _listen()
     try:
         config = ClusterConfig.model_validate_json(arguments.config)
         _require_none_runs(arguments.name)
@@ -55,7 +52,7 @@ def main() -> int:
     except KVPoolError as error:
         _say({"error": error.message, "code": error.code})
         return 2 if isinstance(error, RequestError) else 1
-    except _Ended:
+    except KeyboardInterrupt:
         return 0
 
 
@@ -65,7 +62,11 @@ def _require_none_runs(name: str) -> None:
 
 
 def _run(config: ClusterConfig, name: str, ray_address: str | None) -> int:
-    cluster = Cluster.start(config, ray_address=ray_address, name=name, progress=lambda line: _say({"progress": line}))
+    def tell(line: str) -> None:
+        _listen()  # with the first step after Ray's start at the latest
+        _say({"progress": line})
+
+    cluster = Cluster.start(config, ray_address=ray_address, name=name, progress=tell)
     try:
         process = psutil.Process()
         state = ClusterState(
@@ -78,8 +79,7 @@ def _run(config: ClusterConfig, name: str, ray_address: str | None) -> int:
             ray_token=current_token(),
         )
         write_state(state)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, _end)  # Ray has put its own handlers in place meanwhile
+        _listen()
         _say({"ready": {"name": name, "address": state.address, "metadata": state.metadata, "pid": state.pid}})
         _detach_output(cluster)
         threading.Event().wait()

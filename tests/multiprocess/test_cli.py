@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from kvpool.interrupts import EXIT_INTERRUPTED
 from tests.multiprocess.cluster_kit import processes_of, wait_until
 
 pytestmark = pytest.mark.cluster
@@ -177,3 +179,42 @@ def test_an_embedded_cluster_ends_with_its_program_whatever_ends_it(
         if program.poll() is None:
             program.kill()
         program.communicate()
+
+
+INTERRUPTIBLE = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in a shell's background
+from kvpool.cli.main import main
+main()
+"""
+
+
+def _cluster_dirs() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("kvpool-*"))
+
+
+def test_an_up_that_is_interrupted_says_only_what_it_does_and_nothing_of_it_stays(
+    shell: Shell, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    before = _cluster_dirs()
+    program = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTIBLE, "up", "--workers", "1", "--model", str(tiny_model_path)],
+        env={**shell.environment, "XDG_STATE_HOME": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert program.stderr is not None
+        said = [next(line for line in program.stderr if "workers: starting" in line)]  # Ray runs
+        (cluster_dir,) = _cluster_dirs() - before
+        program.send_signal(signal.SIGINT)
+        said += program.communicate(timeout=60)[1].splitlines()
+        assert program.returncode == EXIT_INTERRUPTED, said
+    finally:
+        if program.poll() is None:
+            program.kill()
+        program.communicate()
+    assert [line for line in said if not line.startswith("· ")] == []
+    wait_until(lambda: processes_of(str(cluster_dir)) == [], 20, "every process of the cluster is gone")
+    wait_until(lambda: not cluster_dir.exists(), 20, "its directory is gone")
