@@ -24,7 +24,7 @@ async def explain(connection: ClusterConnection, request_id: RequestId) -> dict[
         RequestError: no router keeps one; ``waiting_s`` in the details says that it waits for one.
         UnavailableError: a router does not answer, and no other one has it.
     """
-    answers = await connection.ask_routers("explain", request_id, timeout_s=EXPLAIN_TIMEOUT_S)
+    answers = await _answers(connection, "explain", request_id, timeout_s=EXPLAIN_TIMEOUT_S)
     found = [answer for answer in answers.values() if not isinstance(answer, KVPoolError)]
     if not found:
         raise _why_none(answers)
@@ -39,7 +39,7 @@ async def all_records(connection: ClusterConnection) -> list[str]:
     Raises:
         UnavailableError: no router answers.
     """
-    answers = await connection.ask_routers("records")
+    answers = await _answers(connection, "records")
     lists = []
     for name, answer in answers.items():
         if not isinstance(answer, KVPoolError):
@@ -51,6 +51,19 @@ async def all_records(connection: ClusterConnection) -> list[str]:
     if len(lists) == 1:
         return list(lists[0])
     return sorted((line for lines in lists for line in lines), key=lambda line: int(json.loads(line)["at_unix_ns"]))
+
+
+async def _answers(connection: ClusterConnection, method: str, *args: Any, **options: Any) -> dict[str, Any]:
+    """What every router says. When none says even which there are, that is an error which shows the way out."""
+    try:
+        return await connection.ask_routers(method, *args, **options)
+    except UnavailableError as error:
+        if error.details.get("gone"):
+            raise
+        raise UnavailableError(
+            f"no router answers, and only they keep decisions ({error.message}); ask again, and if it stays so, "
+            "'kvpool status' shows what is wrong"
+        ) from error
 
 
 def _why_none(answers: dict[str, Any]) -> KVPoolError:

@@ -238,6 +238,27 @@ def _call(ask: Callable[..., Awaitable[Any]], *arguments: Any, **answers: Any) -
     return asyncio.run(ask(_Connection(**answers), *arguments))  # type: ignore[arg-type]
 
 
+class _Unheard(_Connection):
+    """No router says even which there are."""
+
+    def __init__(self, error: KVPoolError) -> None:
+        super().__init__()
+        self.error = error
+
+    async def ask_routers(self, *_: Any, **__: Any) -> dict[str, Any]:
+        raise self.error
+
+
+@pytest.mark.parametrize("ask", [lambda it: explain(it, RequestId("r")), all_records])
+def test_without_any_router_whoever_asks_for_decisions_is_told_where_to_look_unless_the_cluster_is_gone(
+    ask: Callable[[Any], Awaitable[Any]],
+) -> None:
+    with pytest.raises(UnavailableError, match=r"no router answers.*router\.info did not.*'kvpool status'"):
+        asyncio.run(ask(_Unheard(DeadlineError("router.info did not answer in time"))))  # type: ignore[arg-type]
+    with pytest.raises(UnavailableError, match="has another name"):
+        asyncio.run(ask(_Unheard(UnavailableError("the cluster has another name", gone=True))))  # type: ignore[arg-type]
+
+
 def _record(router: str, at_unix_ns: int, *, outcome: Any = None) -> dict[str, Any]:
     return {"router": router, "at_unix_ns": at_unix_ns, "outcome": outcome, "text": f"by {router}"}
 
