@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import logging
@@ -293,19 +294,19 @@ def test_a_client_that_hangs_up_while_its_request_waits_at_the_router_ends_it(ga
     known = {**too_fast, "max_tokens": 64, "ignore_eos": True, "tpot_limit": 60}
     for _ in range(8):  # how fast workers decode
         assert gateway.post(known).status == 200
-    long = [gateway.open({**LONG, "stream": True}) for _ in range(4)]  # something decodes whose end might help
-    wait_until(
-        lambda: all(item["running"] for item in gateway.kit.status()["workers"].values()),
-        SETTLE_TIMEOUT_S,
-        "every worker decodes",
-    )
-    calls = [gateway.open({**too_fast, "stream": stream}) for stream in (True, False)]
-    wait_until(lambda: waiting() == 2, SETTLE_TIMEOUT_S, "both wait")
-    for call in calls:
-        call.close()
-    wait_until(lambda: waiting() == 0, WAITED_OUT_S / 2, "nobody asks for them any more")
-    for call in long:
-        call.close()
+    with contextlib.ExitStack() as calls:
+        for _ in range(4):  # something decodes whose end might help
+            calls.enter_context(gateway.open({**LONG, "stream": True}))
+
+        def decode() -> bool:
+            status = gateway.kit.status()
+            known = all(row["tpot_ms"] is not None for row in status["router"]["workers"])
+            return known and all(item["running"] for item in status["workers"].values())
+
+        wait_until(decode, SETTLE_TIMEOUT_S, "every worker decodes, and the router knows how fast")
+        with gateway.open({**too_fast, "stream": True}), gateway.open(too_fast):
+            wait_until(lambda: waiting() == 2, SETTLE_TIMEOUT_S, "both wait")
+        wait_until(lambda: waiting() == 0, WAITED_OUT_S / 2, "nobody asks for them any more")
     wait_until(lambda: gateway.running() == 0, SETTLE_TIMEOUT_S, "the workers are idle")
 
 
