@@ -16,7 +16,7 @@ def running_state(name: str) -> ClusterState:
     state = read_state(name)
     if state is None:
         others = ", ".join(sorted(state.name for state in all_states()))
-        running = f"; {others} does, give --name" if others else ""
+        running = f"; here run: {others} (give --name)" if others else ""
         raise UnavailableError(f"no cluster {name!r} runs here{running}; start one with 'kvpool up' or give --address")
     return state
 
