@@ -4,7 +4,9 @@
                                                    enough to do (`router.waiting`), and after yielding a moment to
                                                    those of higher priority that wait for slow decoding
     expected first token beyond its limit        → degrade if it may, after waiting at the router like those without
-                                                   limits; else shed: waiting would not make it sooner
+                                                   limits; else shed: waiting would not make it sooner. On an idle
+                                                   worker whose speed nobody measured lately the benefit of the doubt
+                                                   (`doubt`), else what was once found slow would stay so for ever
     every worker decodes too slowly for it       → queue while there is time left before its first token is due (a
                                                    moment, if it may degrade), then degrade or shed; at once when
                                                    nothing decodes there whose end would make it faster
@@ -33,6 +35,9 @@ STAYS_SLOW_NS = math.inf
 MAX_HOLD_NS = 600_000_000_000
 """A request waits for a worker to come near the end of its queue for no longer than this. An end for the worst case:
 whoever is sent on before its turn is bound early, and in a long overload that would be everybody."""
+UNMEASURED_DOUBT, FADED_DOUBT = 10.0, 2.0
+"""How many times too long a prefill on an idle worker may be expected to be: before the first request that it served
+(what it measured as it started, it measured beside everything else that starts), and `FADE_NS` after the last."""
 WORKERS_BUSY = "busy"
 MIN_RETRY_NS, MAX_RETRY_NS = 100_000_000, 60_000_000_000
 
@@ -63,6 +68,8 @@ class Forecast:
 
     Attributes:
         ttft_ns: time to its first token from now.
+        prefill_ns: of that, its own work on the worker.
+        doubt: `doubt` about it.
         tpot_ns: gap between its tokens on the best worker, None when its speed is unknown; see also `STAYS_SLOW_NS`.
         elapsed_ns: time since the user's call.
         outranked: somebody of higher priority waits.
@@ -74,11 +81,26 @@ class Forecast:
     elapsed_ns: int = 0
     outranked: bool = False
     hold_ns: float = 0.0
+    prefill_ns: float = 0.0
+    doubt: float = 1.0
+
+
+def doubt(measured_ns: int | None, now_ns: int) -> float:
+    """How many times too long a prefill on an idle worker may be expected to be.
+
+    Args:
+        measured_ns: when the last request told of the worker's speed; None for never.
+    """
+    if measured_ns is None:
+        return UNMEASURED_DOUBT
+    return FADED_DOUBT if now_ns - measured_ns >= FADE_NS else 1.0
 
 
 def admit(limits: Limits, forecast: Forecast) -> Ruling:
     """Rule on one request."""
-    late_ns = 0.0 if limits.ttft_ns is None else forecast.elapsed_ns + forecast.ttft_ns - limits.ttft_ns
+    late_ns = 0.0
+    if limits.ttft_ns is not None:
+        late_ns = forecast.elapsed_ns + forecast.ttft_ns / forecast.doubt - limits.ttft_ns
     slow = limits.tpot_ns is not None and forecast.tpot_ns is not None and forecast.tpot_ns > limits.tpot_ns
     missed = "ttft" if late_ns > 0.0 else "tpot" if slow else ""
     if missed == "tpot" and forecast.tpot_ns != STAYS_SLOW_NS and _patience_ns(limits, late_ns, forecast) > POLL_NS:
@@ -87,7 +109,8 @@ def admit(limits: Limits, forecast: Forecast) -> Ruling:
     if held and (limits.ttft_ns is None or late_ns > 0.0) and (limits.may_degrade or not missed):
         return Ruling(Admission.QUEUE, WORKERS_BUSY, poll_ns(forecast.hold_ns))
     if missed:
-        return _too_much(limits, missed, late_ns if missed == "ttft" else FADE_NS)
+        alone = limits.ttft_ns is not None and forecast.prefill_ns > limits.ttft_ns  # on whatever worker, when ever
+        return _too_much(limits, missed, late_ns if missed == "ttft" and not alone else FADE_NS)
     if forecast.outranked and _time_left_ns(limits, late_ns, forecast, MAX_YIELD_NS) > POLL_NS:
         return Ruling(Admission.QUEUE, "", POLL_NS)
     return Ruling(Admission.ADMIT)
@@ -127,11 +150,19 @@ def queue_message(ruling: Ruling) -> str:
 
 
 def shed_message(limits: Limits, ruling: Ruling, forecast_ns: float, prefill_ns: float) -> str:
-    """For the user whose request is refused."""
+    """For the user whose request is refused.
+
+    Args:
+        forecast_ns: what was expected of the limit that would be missed; of the first token, from the user's call on.
+        prefill_ns: the request's own work.
+    """
     limit_ns = (limits.ttft_ns if ruling.missed == "ttft" else limits.tpot_ns) or 0
     what = "first token" if ruling.missed == "ttft" else "gap between tokens"
     way_out = "come again later, raise the limit, or set may_degrade"
     if ruling.missed == "ttft" and prefill_ns > limit_ns:
         way_out = "its prefill alone takes longer, so raise the limit or set may_degrade"
-    expected = f"{forecast_ns / 1e9:.3f} s are expected"
-    return f"the request's limit on the {what} is {limit_ns / 1e9:.3f} s and {expected}; {way_out}"
+    return f"the request's limit on the {what} is {_time(limit_ns)} and {_time(forecast_ns)} are expected; {way_out}"
+
+
+def _time(value_ns: float) -> str:
+    return f"{value_ns / 1e9:.3f} s" if value_ns >= 1e7 else f"{value_ns / 1e6:.3g} ms"

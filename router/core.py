@@ -19,7 +19,7 @@ from kvpool.reports import LoadSample, RequestOutcome, WorkerReport
 from kvpool.request import Limits
 from kvpool.types import BlockHash, MemberInfo, MemberState, RequestId, Role, Tier, WorkerKey
 from router import cost, roles
-from router.admission import Admission, Ruling, gap_ns, queue_message, shed_message
+from router.admission import Admission, Ruling, doubt, gap_ns, queue_message, shed_message
 from router.decide import Decision
 from router.door import ADMITTED, Door, RequestMeta
 from router.fleet import Fleet
@@ -93,6 +93,7 @@ class RouterCore:
         self._tiers: dict[WorkerKey, Tier] = {}
         self._fills: dict[WorkerKey, float] = {}
         self._worker_counters: dict[WorkerKey, dict[str, int]] = {}
+        self._measured_ns: dict[WorkerKey, int] = {}  # when a request last told of the worker's speed
         self._decided = 0
         self.tally = Tally()
         self._peers = Peers(routers)
@@ -245,7 +246,9 @@ class RouterCore:
         decoder = decision.worker if part is None else part.worker
         tpot_ns = None if meta.limits.tpot_ns is None else self._tpot_ns(decoder, snapshot.now_ns)
         expected_ns = None if tpot_ns is None else gap_ns(meta.limits, tpot_ns, self._requests(decoder))
-        ruling = self._door.rule(meta, request.exclude, snapshot, decision, expected_ns)
+        hurried = meta.limits.ttft_ns is not None
+        unsure = doubt(self._measured_ns.get(decision.worker), snapshot.now_ns) if hurried else 1.0
+        ruling = self._door.rule(meta, request.exclude, snapshot, decision, expected_ns, unsure)
         if ruling is ADMITTED:
             return ruling
         self.tally.admissions[ruling.admission.value] += 1
@@ -254,9 +257,9 @@ class RouterCore:
         if ruling.admission is Admission.SHED:
             self.release(meta.request_id)  # of an attempt before this one
             self._remember(meta, decision_id, request, snapshot, decision, ruling)
-            forecast_ns = decision.price_ns if ruling.missed == "ttft" else tpot_ns or 0.0
+            forecast_ns = meta.elapsed_ns + decision.price_ns if ruling.missed == "ttft" else tpot_ns or 0.0
             raise OverloadError(
-                shed_message(meta.limits, ruling, forecast_ns, float(decision.redo[decision.position])),
+                shed_message(meta.limits, ruling, forecast_ns, decision.promise.gpu_ns),
                 retry_after_s=ruling.retry_after_ns / 1e9,
                 missed=ruling.missed,
             )
@@ -316,6 +319,7 @@ class RouterCore:
         for done in report.prefills:
             self._learned.prefill(key.worker_id, done.new_tokens, done.context_tokens, done.elapsed_ns, running)
         if report.prefills:
+            self._measured_ns[key] = now_ns
             self._fleet.lend(prefills.shared)
         self._learned.together.fade(key, now_ns)
         for load in report.loads:
@@ -475,6 +479,7 @@ class RouterCore:
         self._tiers.pop(key, None)
         self._fills.pop(key, None)
         self._worker_counters.pop(key, None)
+        self._measured_ns.pop(key, None)
         if self._fleet.remove(key):
             self._keys = tuple(view.key for view in self._fleet.workers)
             self._retotal(self._keys)

@@ -76,6 +76,7 @@ class Door:
         snapshot: Snapshot,
         decision: Decision,
         tpot_ns: float | None,
+        doubt: float,
     ) -> Ruling:
         """Rule on a decided request.
 
@@ -83,6 +84,7 @@ class Door:
             exclude: workers that cannot take it.
             tpot_ns: expected gap between its tokens, or `router.admission.STAYS_SLOW_NS`; None when it does not
                 matter, or nobody knows.
+            doubt: `router.admission.doubt` about its first token where the chosen worker is idle.
         """
         limits, now_ns = meta.limits, snapshot.now_ns
         turn = self._turn(meta, snapshot, decision)
@@ -91,7 +93,12 @@ class Door:
         self._room.expire(now_ns)
         outranked = self._room.outranks(limits.priority)
         hold_ns = 0.0 if turn is None else self._hold_ns(meta.request_id, exclude, turn, snapshot)
-        ruling = admit(limits, Forecast(decision.price_ns, tpot_ns, meta.elapsed_ns, outranked, hold_ns))
+        busy = snapshot.columns.gpu_free_ns.item(decision.position) > now_ns
+        prefill_ns, doubt = decision.promise.gpu_ns, 1.0 if busy else doubt
+        ruling = admit(
+            limits,
+            Forecast(decision.price_ns, tpot_ns, meta.elapsed_ns, outranked, hold_ns, prefill_ns, doubt),
+        )
         since_ns = self._room.since_ns(meta.request_id)
         if ruling.admission is Admission.QUEUE:
             slow = ruling.missed == "tpot"

@@ -38,6 +38,8 @@ forecasts = st.builds(
     elapsed_ns=st.integers(0, 10**12),
     outranked=st.booleans(),
     hold_ns=st.floats(-1e12, 1e12),
+    prefill_ns=st.floats(0, 1e12),
+    doubt=st.floats(1, 10),
 )
 
 

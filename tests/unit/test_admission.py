@@ -10,7 +10,7 @@ import pytest
 from kvpool.errors import CapacityError, OverloadError
 from kvpool.reports import PrefillSample, WorkerLoad
 from kvpool.request import NO_LIMITS, Limits
-from kvpool.types import RequestId
+from kvpool.types import MemberState, RequestId
 from router.admission import (
     MAX_DEGRADABLE_QUEUE_NS,
     MAX_HOLD_NS,
@@ -24,7 +24,7 @@ from router.admission import (
 from router.core import RouterCore
 from router.decoding import FADE_NS, DecodeEstimators
 from router.waiting import POLL_NS
-from tests.unit.router_kit import MS, S, key, report
+from tests.unit.router_kit import MS, S, key, member, report
 from tests.unit.test_router_core import Clock, make_core, meta
 
 A = RequestId("a")
@@ -181,6 +181,43 @@ def test_a_prompt_whose_prefill_alone_takes_too_long_is_told_so() -> None:
     core, _ = slow_core()
     with pytest.raises(OverloadError, match="its prefill alone takes longer"):
         core.route(meta("r", limits=Limits(ttft_ns=MS)))
+
+
+def test_what_the_refusal_says_is_expected_counts_from_the_call_and_is_beyond_the_limit() -> None:
+    core, _ = slow_core()
+    with pytest.raises(OverloadError, match=r"is 0\.200 s and 0\.2[0-9]+ s are expected; come again later"):
+        core.route(meta("r", limits=Limits(ttft_ns=200 * MS), elapsed_ns=60 * MS))
+    with pytest.raises(OverloadError, match=r"is 0\.1 ms and 0\.1[0-9]+ s are expected; its prefill alone") as alone:
+        core.route(meta("r", limits=Limits(ttft_ns=MS // 10)))
+    assert alone.value.details["retry_after_s"] == FADE_NS / S  # by then its speed is measured anew
+
+
+def test_a_speed_that_no_request_has_shown_refuses_one_at_a_time_at_most() -> None:
+    core, _, clock = make_core(workers=1)
+    core.on_member_change(replace(member(0), calibration=(PrefillSample(1600, 0, 8 * S),)), MemberState.ALIVE)
+    expected_ns = int(core.route(meta("r")).plan.predicted_ttft_ns)
+    core.release(RequestId("r"))
+    tight, hopeless = Limits(ttft_ns=expected_ns // 8), Limits(ttft_ns=expected_ns // 12)
+
+    def refused(limits: Limits) -> bool:
+        try:
+            core.route(meta("l", limits=limits))
+        except OverloadError:
+            return True
+        return False
+
+    assert refused(hopeless)
+    assert not refused(tight)  # it is the one that shows how fast the worker is
+    with pytest.raises(OverloadError):
+        core.route(meta("behind it", limits=tight))
+    core.release(RequestId("l"))
+    core.on_report(report(0, 1, prefills=(PrefillSample(1600, 0, expected_ns),)))
+    half = Limits(ttft_ns=int(0.6 * expected_ns))
+    assert refused(half)  # it was as slow as it was thought to be
+    clock.now_ns += FADE_NS
+    core.on_report(report(0, 2))
+    assert refused(tight)
+    assert not refused(half)
 
 
 def test_the_limit_is_kept_by_whoever_still_has_room() -> None:

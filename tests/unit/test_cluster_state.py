@@ -107,5 +107,5 @@ def test_who_names_a_cluster_that_does_not_run_is_told_which_ones_do() -> None:
     with pytest.raises(UnavailableError, match="no cluster 'd' runs here; start one"):
         running_state("d")
     write_state(_state())
-    with pytest.raises(UnavailableError, match="no cluster 'd' runs here; here run: c .give --name."):
+    with pytest.raises(UnavailableError, match=r"no cluster .d. runs here; here run: c \(give --name\)"):
         running_state("d")
