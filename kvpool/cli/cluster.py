@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from kvpool.interrupts import at_hard_end
 
 DOWN_TIMEOUT_S = 60.0
 MAX_COLUMNS = 8
+_EPOCH = re.compile(r"@\d+$")
 
 
 def up(
@@ -201,11 +203,21 @@ def _print_part(title: str, part: dict[str, Any]) -> None:
 def _print_rows(title: str, rows: list[dict[str, Any]]) -> None:
     columns = list(dict.fromkeys(column for row in rows for column in row))
     if len(columns) <= MAX_COLUMNS:
-        print_table(title, columns, [[_short(row.get(column, "")) for column in columns] for row in rows])
+        print_table(title, columns, [[_cell(row, column) for column in columns] for row in rows])
         return
-    names = [_short(row[columns[0]]) for row in rows]  # too wide for a terminal: one column an entry instead
-    flipped = [[column, *(_short(row.get(column, "")) for row in rows)] for column in columns[1:]]
+    names = _heads([_cell(row, columns[0]) for row in rows])  # too wide for a terminal: one column an entry instead
+    flipped = [[column, *(_cell(row, column) for row in rows)] for column in columns[1:]]
     print_table(title, (columns[0], *names), flipped)
+
+
+def _cell(row: dict[str, Any], column: str) -> str:
+    return _short(row[column]) if column in row else ""
+
+
+def _heads(names: list[str]) -> list[str]:
+    """Workers without the epoch, which would break in a narrow column; with it where two have the same id."""
+    ids = [_EPOCH.sub("", name) for name in names]
+    return ids if len(set(ids)) == len(names) else names
 
 
 def _rows(item: Any) -> list[dict[str, Any]]:
@@ -222,4 +234,4 @@ def _short(item: Any) -> str:
         return f"{item:.4g}"
     if isinstance(item, dict):
         return ", ".join(f"{key} {_short(value)}" for key, value in item.items()) or "–"
-    return str(item)
+    return "none" if item is None or item in ("", [], ()) else str(item)

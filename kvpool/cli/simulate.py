@@ -140,8 +140,9 @@ _HEADER = ("policy", "mean", "p50", "p90", "p99", "good/s", "hits", "loads", "bu
 
 def _print_cell(sweep: Sweep, group: list[Run]) -> None:
     first = group[0].report
+    routers = f", {sweep.routers} routers" if sweep.routers > 1 else ""
     title = (
-        f"{sweep.nodes} × {sweep.preset.name}, {first.bandwidth_gbytes_per_s:g} GB/s, rate ×{first.rate:g} "
+        f"{sweep.nodes} × {sweep.preset.name}{routers}, {first.bandwidth_gbytes_per_s:g} GB/s, rate ×{first.rate:g} "
         f"({number(group[0].offered_rps)} requests/s), TTFT in s"
     )
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))

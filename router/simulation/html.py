@@ -84,6 +84,7 @@ def _head(sweep: Sweep) -> str:
         f"{trace.prompt_tokens / max(1, len(trace)):,.0f} prompt tokens each on average",
         "Cluster": f"{sweep.nodes} nodes of preset {preset.name}, {preset.capacity_blocks:,} KV blocks of "
         f"{trace.block_tokens} tokens each",
+        "Routers": str(sweep.routers),
         "Bandwidth": ", ".join(f"{value / 1e9:g}" for value in sweep.bandwidths_bytes_per_s)
         + f" GB/s per node and direction; loading 8,192 tokens takes as long as redoing them at "
         f"{preset.b_star_bytes_per_s() / 1e9:.2f} GB/s",

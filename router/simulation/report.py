@@ -26,6 +26,7 @@ class SimReport:
     model: str
     policy: str
     nodes: int
+    routers: int
     bandwidth_gbytes_per_s: float
     rate: float
     seed: int
@@ -77,6 +78,7 @@ class RunFacts:
     model: str
     policy: str
     nodes: int
+    routers: int
     bandwidth_bytes_per_s: float
     rate: float
     seed: int
@@ -112,6 +114,7 @@ def summarise(served: Sequence[Served], facts: RunFacts) -> SimReport:
         model=facts.model,
         policy=facts.policy,
         nodes=facts.nodes,
+        routers=facts.routers,
         bandwidth_gbytes_per_s=facts.bandwidth_bytes_per_s / 1e9,
         rate=facts.rate,
         seed=facts.seed,

@@ -74,6 +74,7 @@ def simulate(
         model=preset.name,
         policy=policy.name,
         nodes=nodes,
+        routers=routers,
         bandwidth_bytes_per_s=bandwidth_bytes_per_s,
         rate=rate,
         seed=seed,

@@ -64,3 +64,23 @@ def test_an_interrupted_up_says_at_once_that_it_stops_and_waits_for_the_end_unle
     assert list(supervisor.said_before) == ["terminate", "wait", *["kill"][: int(twice)]]
     said = supervisor.said_before["terminate"].splitlines()
     assert [line.split()[1] for line in said] == ["cluster", "ray:", "stopping"]
+
+
+def _many(worker: str, **cells: Any) -> dict[str, Any]:
+    return {"worker": worker, **dict.fromkeys("abcdefgh", 1), **cells}
+
+
+def test_tables_of_the_status_name_workers_without_epoch_and_say_none_where_there_is_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    epoch = 1796076074297640324
+    rows = [_many(f"worker-0@{epoch}", error=None), _many(f"worker-1@{epoch}", error="")]
+    cluster._print_rows("workers", rows)
+    printed = capsys.readouterr().out
+    assert "worker-0 " in printed
+    assert "@" not in printed
+    assert printed.count("none") == 2
+    twins = [_many("worker-0@1"), _many("worker-0@2")]
+    cluster._print_rows("workers", twins)
+    assert "worker-0@1" in capsys.readouterr().out
+    assert cluster._short({"links": [], "last_error": "", "written": 0}) == "links none, last_error none, written 0"

@@ -57,6 +57,17 @@ def test_json_holds_one_run_per_policy_bandwidth_and_rate() -> None:
     assert all(sum(item["node_requests"]) == 60 and len(item["node_requests"]) == 3 for item in data["runs"])
 
 
+def test_several_routers_are_named_in_heading_json_and_report(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    several = run("simulate", CHAT, *SMALL, "--policy", "kvpool", "--routers", 2, "--html", page)
+    assert "3 × llama-70b, 2 routers, 4 GB/s" in several.stdout
+    assert "<dt>Routers</dt><dd>2</dd>" in page.read_text()
+    one = run("simulate", CHAT, *SMALL, "--policy", "kvpool")
+    assert "router" not in one.stdout
+    data = json.loads(run("simulate", CHAT, *SMALL, "--policy", "kvpool", "--routers", 2, "--json").stdout)
+    assert [item["routers"] for item in data["runs"]] == [2]
+
+
 def test_the_same_command_gives_the_same_numbers() -> None:
     first, second = (json.loads(run("simulate", CHAT, *SMALL, "--seed", 5, "--json").stdout) for _ in range(2))
     for item in (*first["runs"], *second["runs"]):
