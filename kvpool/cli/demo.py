@@ -26,6 +26,16 @@ ANSWER_TOKENS = 24
 ARRIVAL_GAP_S = 0.2
 REQUEST_TIMEOUT_S = 180.0
 LOGPROB_TOLERANCE = 1e-4
+_WHY_LOADS = (
+    "redo only sends everybody to the worker that has the handbook, where they wait; with loads other workers fetch it "
+    "and start at once"
+)
+_TOKEN_ROWS = (
+    ("prompt tokens", "prompt_tokens"),
+    ("… in the worker's own cache", "tokens_cached"),
+    ("… loaded from another worker", "tokens_loaded"),
+    ("… redone", "tokens_redone"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +146,11 @@ def _reference(run: _Run) -> list[tuple[tuple[int, ...], float]]:
     from workers.engine.reference import plain_generate
 
     path = resolve_model(ClusterConfig().workers[0].engine.model).path
-    return [plain_generate(path, item.prompt, max_tokens=ANSWER_TOKENS) for item in run.served]
+    made = []
+    for number, item in enumerate(run.served, start=1):
+        made.append(plain_generate(path, item.prompt, max_tokens=ANSWER_TOKENS))
+        progress(f"plain model: {number} of {len(run.served)}")
+    return made
 
 
 def _report(ours: _Run, redo: _Run, reference: list[tuple[tuple[int, ...], float]]) -> dict[str, Any]:
@@ -154,10 +168,8 @@ def _report(ours: _Run, redo: _Run, reference: list[tuple[tuple[int, ...], float
         "requests": len(rows),
         "loads": len(loaded),
         "bytes_loaded": sum(row["bytes_loaded"] for row in rows),
-        "tokens_cached": sum(row["tokens_cached"] for row in rows),
-        "tokens_loaded": sum(row["tokens_loaded"] for row in rows),
-        "tokens_redone": sum(row["tokens_redone"] for row in rows),
-        "tokens_redone_redo_only": sum(item.result.stats.tokens_redone for item in redo.served),
+        **_tokens(ours, ""),
+        **_tokens(redo, "_redo_only"),
         "ttft_ms_p50": _ttft_ms(ours, 0.5),
         "ttft_ms_p50_redo_only": _ttft_ms(redo, 0.5),
         "ttft_ms_max": _ttft_ms(ours, 1.0),
@@ -165,6 +177,17 @@ def _report(ours: _Run, redo: _Run, reference: list[tuple[tuple[int, ...], float
         "outputs_equal": tokens_equal and max(gaps) <= LOGPROB_TOLERANCE,
         "first_logprob_gap": max(gaps),
         "per_request": rows,
+    }
+
+
+def _tokens(run: _Run, ending: str) -> dict[str, int]:
+    """Where the KV of the prompts came from; cached, loaded and redone add up to the prompts."""
+    stats = [item.result.stats for item in run.served]
+    return {
+        f"prompt_tokens{ending}": sum(item.prompt_tokens for item in stats),
+        f"tokens_cached{ending}": sum(item.tokens_cached for item in stats),
+        f"tokens_loaded{ending}": sum(item.tokens_loaded for item in stats),
+        f"tokens_redone{ending}": sum(item.tokens_redone for item in stats),
     }
 
 
@@ -197,12 +220,13 @@ def _print(report: dict[str, Any]) -> None:
     comparison = [
         ("TTFT p50, ms", f"{report['ttft_ms_p50']:.0f}", f"{report['ttft_ms_p50_redo_only']:.0f}"),
         ("TTFT max, ms", f"{report['ttft_ms_max']:.0f}", f"{report['ttft_ms_max_redo_only']:.0f}"),
-        ("tokens redone", report["tokens_redone"], report["tokens_redone_redo_only"]),
-        ("tokens loaded", report["tokens_loaded"], 0),
+        *((name, report[key], report[f"{key}_redo_only"]) for name, key in _TOKEN_ROWS),
         ("MB moved over UCX", f"{report['bytes_loaded'] / 1e6:.1f}", 0),
     ]
     print_table(
         f"{report['requests']} requests, {report['loads']} of them loaded", ("", "kvpool", "redo only"), comparison
     )
+    if report["loads"]:
+        console.print(_WHY_LOADS, highlight=False)
     equal = "yes" if report["outputs_equal"] else "NO"
     console.print(f"outputs equal to the run without a pool: {equal}", highlight=False)
