@@ -15,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, fi
 
 from kvpool.client import DEFAULT_TIMEOUT_S, TextChunk
 from kvpool.errors import CapacityError, DeadlineError, KVPoolError, ModelError, RequestError
+from kvpool.options import MAX_TIMEOUT_S
 from kvpool.prompts import Prompt
 from kvpool.request import MAX_PRIORITY, MAX_TOP_LOGPROBS, FinishReason, GenerateResult, TokenLogprobs
 
-MAX_TIMEOUT_S = 3600.0
 MAX_STOP_STRINGS = 16
 MAX_SHOWN_ERRORS = 5
 MAX_SHOWN_CHARS = 200
