@@ -24,7 +24,7 @@ from kvpool.cli.output import (
     progress,
     readable_times,
 )
-from kvpool.cluster.state import DEFAULT_NAME, read_state
+from kvpool.cluster.state import DEFAULT_NAME, command, read_state
 from kvpool.cluster.summary import summary
 from kvpool.config import MAX_METRICS_PORT, MAX_ROUTERS, ClusterConfig, load_config, parse_config
 from kvpool.errors import BY_CODE, KVPoolError, RequestError, UnavailableError
@@ -94,11 +94,19 @@ def _settings(path: Path | None, options: _Options) -> ClusterConfig:
 
 
 def _up(config: ClusterConfig, name: str, ray_address: str | None, as_json: bool) -> None:
-    command = [sys.executable, "-m", "kvpool.cluster.supervisor", "--name", name, "--config", config.model_dump_json()]
+    arguments = [
+        sys.executable,
+        "-m",
+        "kvpool.cluster.supervisor",
+        "--name",
+        name,
+        "--config",
+        config.model_dump_json(),
+    ]
     if ray_address is not None:
-        command += ["--ray-address", ray_address]
+        arguments += ["--ray-address", ray_address]
     supervisor = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True
+        arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     progress(f"cluster {name!r}: starting its supervisor")
     forget = at_hard_end(supervisor.kill)  # its guardian then ends what it has started
@@ -118,7 +126,8 @@ def _up(config: ClusterConfig, name: str, ray_address: str | None, as_json: bool
     if as_json:
         print_json(ready)
     else:
-        console.print(f"cluster {name!r} is up at {ready['address']}; end it with 'kvpool down'", highlight=False)
+        end = command("down", name)
+        console.print(f"cluster {name!r} is up at {ready['address']}; end it with '{end}'", highlight=False)
 
 
 def _wait_ready(supervisor: subprocess.Popen[str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpool.client import KVPoolClient
-from kvpool.cluster.state import ClusterState, all_states, read_state
+from kvpool.cluster.state import ClusterState, all_states, command, read_state
 from kvpool.errors import UnavailableError
 
 
@@ -17,7 +17,9 @@ def running_state(name: str) -> ClusterState:
     if state is None:
         others = ", ".join(sorted(state.name for state in all_states()))
         running = f"; here run: {others} (give --name)" if others else ""
-        raise UnavailableError(f"no cluster {name!r} runs here{running}; start one with 'kvpool up' or give --address")
+        raise UnavailableError(
+            f"no cluster {name!r} runs here{running}; start one with '{command('up', name)}' or give --address"
+        )
     return state
 
 

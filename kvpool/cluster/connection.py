@@ -43,6 +43,9 @@ CALL_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
 INFO_PATIENCE_S = 0.25
 """Before anything else a client asks what the cluster serves, which every router knows: no reason to wait for one."""
+ENDED_OR_OTHER_NAME = (
+    "the cluster was ended or has another name: give that as cluster= in Python, to a command as --name"
+)
 RAY_PATIENCE_VARIABLE = "RAY_gcs_server_port_wait_time_s"
 
 
@@ -401,8 +404,7 @@ class ClusterConnection:
                 handle = ray.get_actor(name, namespace=self._namespace)
             except ValueError as error:
                 raise UnavailableError(
-                    f"no actor {name!r} of cluster {self._cluster!r} runs there; the cluster was ended or has another "
-                    "name",
+                    f"no actor {name!r} of cluster {self._cluster!r} runs there; {ENDED_OR_OTHER_NAME}",
                     gone=True,
                 ) from error
             self._actors[name] = handle

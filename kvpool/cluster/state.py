@@ -58,6 +58,12 @@ def process_alive(pid: int, created_s: float) -> bool:
         return False
 
 
+def command(words: str, name: str, address: str | None = None) -> str:
+    """The ``kvpool`` command that does ``words`` to cluster ``name``, as hints print it."""
+    where = "" if address is None else f" --address {address}"
+    return f"kvpool {words}{where}" + ("" if name == DEFAULT_NAME else f" --name {name}")
+
+
 def state_path(name: str) -> Path:
     """The file of cluster ``name``.
 
@@ -149,8 +155,8 @@ def claim(name: str) -> socket.socket:
     except OSError as error:
         claimed.close()
         raise RequestError(
-            f"cluster {name!r} is starting, running or ending already; wait for it, end it with 'kvpool down', or use "
-            "--name",
+            f"cluster {name!r} is starting, running or ending already; wait for it, end it with "
+            f"'{command('down', name)}', or start another one with --name",
             field="name",
         ) from error
     return claimed

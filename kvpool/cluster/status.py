@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
-from kvpool.cluster.connection import ClusterConnection
+from kvpool.cluster.connection import ENDED_OR_OTHER_NAME, ClusterConnection
 from kvpool.cluster.merge import merge, router_rows
 from kvpool.cluster.restarts import actor_restarts, add_restarts
 from kvpool.cluster.routers import is_router
@@ -84,8 +84,7 @@ async def _without_routers(connection: ClusterConnection, error: KVPoolError) ->
         }
     if not actors:
         raise UnavailableError(
-            f"Ray has no actor in the namespace {connection.namespace!r}: the cluster was ended or has another name",
-            gone=True,
+            f"Ray has no actor in the namespace {connection.namespace!r}: {ENDED_OR_OTHER_NAME}", gone=True
         ) from error
     routers = [name for name in actors if is_router(name)]
     workers = [name for name in actors if not is_router(name)]

@@ -19,7 +19,7 @@ import psutil
 
 from kvpool.cluster.launcher import Cluster
 from kvpool.cluster.ray_auth import current_token
-from kvpool.cluster.state import ClusterState, claim, read_state, remove_state, require_writable, write_state
+from kvpool.cluster.state import ClusterState, claim, command, read_state, remove_state, require_writable, write_state
 from kvpool.config import ClusterConfig
 from kvpool.errors import KVPoolError, RequestError
 
@@ -58,7 +58,10 @@ def main() -> int:
 
 def _require_none_runs(name: str) -> None:
     if (other := read_state(name)) is not None:
-        raise RequestError(f"cluster {name!r} already runs (pid {other.pid}); end it with 'kvpool down' or use --name")
+        raise RequestError(
+            f"cluster {name!r} already runs (pid {other.pid}); end it with '{command('down', name)}', or start another "
+            "one with --name"
+        )
 
 
 def _run(config: ClusterConfig, name: str, ray_address: str | None) -> int:

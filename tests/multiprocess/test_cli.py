@@ -112,6 +112,15 @@ def test_mistakes_are_answered_with_the_way_out(
     assert named in shell.json(*arguments, code=code)["error"]
 
 
+def test_who_asks_for_another_name_at_the_address_of_a_cluster_is_told_where_names_are_given(
+    shell: Shell, up: dict[str, Any]
+) -> None:
+    error = shell.json("generate", "x", "--address", up["address"], "--name", "nu", code=1)["error"]
+    assert "of cluster 'nu'" in error
+    assert "cluster= in Python" in error
+    assert "--name" in error
+
+
 JOINING = """
 import sys
 import ray

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,3 +85,13 @@ def test_tables_of_the_status_name_workers_without_epoch_and_say_none_where_ther
     cluster._print_rows("workers", twins)
     assert "worker-0@1" in capsys.readouterr().out
     assert cluster._short({"links": [], "last_error": "", "written": 0}) == "links none, last_error none, written 0"
+
+
+@pytest.mark.parametrize(("name", "end"), [("default", "kvpool down"), ("nu", "kvpool down --name nu")])
+def test_up_says_how_this_cluster_is_ended(
+    name: str, end: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = SimpleNamespace(stdout=['{"ready": {"address": "127.0.0.1:1"}}'], kill=None)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: started)
+    cluster._up(ClusterConfig(), name, None, False)
+    assert capsys.readouterr().out == f"cluster {name!r} is up at 127.0.0.1:1; end it with '{end}'\n"

@@ -11,15 +11,18 @@ import pytest
 
 from kvpool.cli.connect import running_state
 from kvpool.cluster.state import (
+    DEFAULT_NAME,
     ClusterState,
     all_states,
     claim,
+    command,
     read_state,
     remove_state,
     require_writable,
     state_path,
     write_state,
 )
+from kvpool.cluster.supervisor import _require_none_runs
 from kvpool.errors import ConfigError, RequestError, UnavailableError
 
 
@@ -85,7 +88,7 @@ def test_a_broken_file_of_one_cluster_does_not_hide_the_others(text: str) -> Non
 
 def test_a_name_is_claimed_by_one_process_and_free_when_that_ends() -> None:
     with claim("c"):
-        with pytest.raises(RequestError, match="'c' is starting"):
+        with pytest.raises(RequestError, match=r"'c' is starting.*'kvpool down --name c'"):
             claim("c")
         claim("d").close()
     claim("c").close()
@@ -104,8 +107,20 @@ def test_a_place_that_cannot_be_written_is_named_before_anything_starts(
 
 
 def test_who_names_a_cluster_that_does_not_run_is_told_which_ones_do() -> None:
-    with pytest.raises(UnavailableError, match="no cluster 'd' runs here; start one"):
+    with pytest.raises(UnavailableError, match="no cluster 'd' runs here; start one with 'kvpool up --name d'"):
         running_state("d")
     write_state(_state())
     with pytest.raises(UnavailableError, match=r"no cluster .d. runs here; here run: c \(give --name\)"):
         running_state("d")
+
+
+def test_a_hint_names_the_cluster_unless_it_is_the_default_one() -> None:
+    assert command("down", DEFAULT_NAME) == "kvpool down"
+    assert command("down", "nu") == "kvpool down --name nu"
+    assert command("explain r", "nu", "h:1") == "kvpool explain r --address h:1 --name nu"
+
+
+def test_a_second_start_of_a_cluster_is_told_how_to_end_the_first() -> None:
+    write_state(_state())
+    with pytest.raises(RequestError, match="'kvpool down --name c', or start another one with --name"):
+        _require_none_runs("c")
