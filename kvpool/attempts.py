@@ -124,6 +124,7 @@ class Attempts:
     def _weigh(self, error: KVPoolError, route: Route | None) -> None:
         """What an attempt's end says about the next one; raises when there should be none."""
         if isinstance(error, OverloadError):
+            error.details["request_id"] = self._request.request_id  # by which the router's reasons are found
             raise error  # its limits cannot be met: that is for the user to decide
         if isinstance(error, CapacityError):
             return  # full, not broken: wait and ask again, anyone may be free by then
@@ -144,12 +145,14 @@ class Attempts:
             raise UnavailableError(
                 f"request {self._request.request_id} failed {self._failures} times in a row; last error: {error}",
                 attempts=self._attempts,
+                request_id=self._request.request_id,
             ) from error
 
     def _too_late(self, last_error: KVPoolError) -> DeadlineError:
         return DeadlineError(
             f"request {self._request.request_id} did not finish within its budget; last error: {last_error}",
             attempts=self._attempts,
+            request_id=self._request.request_id,
             timeout_s=self._request.timeout_ns / 1e9,
         )
 

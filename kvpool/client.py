@@ -169,7 +169,8 @@ class AsyncKVPoolClient:
         Raises:
             RequestError: the prompt or an option is malformed; nothing was started.
             DeadlineError: the budget is over.
-            OverloadError: a limit cannot be met now; ``details["retry_after_s"]`` says when to come again.
+            OverloadError: a limit cannot be met now; ``details["retry_after_s"]`` says when to come again, and
+                `explain` of ``details["request_id"]`` why.
             UnavailableError: no worker could serve it within its attempts.
         """
         sampling = SamplingParams(

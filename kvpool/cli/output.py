@@ -84,10 +84,12 @@ def progress(line: str) -> None:
 
 
 def fail(error: KVPoolError, *, as_json: bool) -> NoReturn:
-    """Print an error and end: exit code 2 for the caller's mistakes, 1 for everything else."""
+    """Print an error and its notes and end: exit code 2 for the caller's mistakes, 1 for everything else."""
     if as_json:
         print_json({"error": error.message, "code": error.code, "details": error.details})
     stderr.print(Text.assemble(("error", "bold red"), f" ({error.code}): {error}"))
+    for note in getattr(error, "__notes__", ()):
+        progress(note)
     raise typer.Exit(EXIT_BAD_INPUT if isinstance(error, RequestError) else EXIT_FAILED)
 
 

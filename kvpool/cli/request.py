@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,9 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.cli.connect import open_client
-from kvpool.cli.output import AddressOption, JsonOption, NameOption, console, guarded, print_json, stderr
+from kvpool.cli.output import AddressOption, JsonOption, NameOption, console, guarded, print_json, progress
 from kvpool.cli.records import check_target, write_records
-from kvpool.cluster.state import DEFAULT_NAME
+from kvpool.client import TextChunk
+from kvpool.cluster.state import DEFAULT_NAME, command
+from kvpool.errors import OverloadError
+from kvpool.request import GenerateResult
 
 
 def generate(
@@ -58,22 +63,59 @@ def generate(
 def _generate(prompt: str, chat: bool, options: dict[str, Any], address: str | None, name: str, as_json: bool) -> None:
     sent: Any = [{"role": "user", "content": prompt}] if chat else prompt
     with open_client(address, name) as client:
-        for chunk in client.stream(sent, **options):
-            if not as_json:
-                typer.echo(chunk.text, nl=False)  # as it is; a console would expand tabs
-            if chunk.result is None:
-                continue
-            result = chunk.result
-            if as_json:
-                print_json({**asdict(result), "finish": result.finish.value})
-                continue
-            stats = result.stats
-            typer.echo()
-            stderr.print(
-                f"· {result.request_id}: {stats.worker_id}, {stats.plan}, cached {stats.tokens_cached} "
-                f"loaded {stats.tokens_loaded} redone {stats.tokens_redone}, TTFT {stats.ttft_ns / 1e6:.0f} ms",
-                highlight=False,
-            )
+        try:
+            result, gap_s = _received(client.stream(sent, **options), as_json)
+        except OverloadError as error:
+            explained = command(f"explain {error.details['request_id']}", name, address)
+            error.add_note(f"'{explained}' says why")
+            raise
+    if as_json:
+        print_json({**asdict(result), "finish": result.finish.value})
+        return
+    typer.echo()
+    progress(_served(result))
+    for line in _missed(result, gap_s, options["ttft_limit_s"], options["tpot_limit_s"]):
+        progress(line)
+
+
+def _received(chunks: Iterable[TextChunk], as_json: bool) -> tuple[GenerateResult, float | None]:
+    """The result and the mean gap between tokens after the first ones, in seconds as they came here, None of less than
+    two. Unless it is to be JSON, the text is printed meanwhile."""
+    first_s, first_tokens = 0.0, 0
+    for chunk in chunks:
+        if not as_json:
+            typer.echo(chunk.text, nl=False)  # as it is; a console would expand tabs
+        if not first_tokens:
+            first_s, first_tokens = time.monotonic(), len(chunk.tokens)
+        if chunk.result is not None:
+            later_tokens = len(chunk.result.tokens) - first_tokens
+            return chunk.result, (time.monotonic() - first_s) / later_tokens if later_tokens else None
+    raise AssertionError("the client's stream ended without a result")
+
+
+def _served(result: GenerateResult) -> str:
+    """How a request was served. The first token is timed from the call on, as the user waited for it."""
+    stats = result.stats
+    return (
+        f"{result.request_id}: {stats.worker_id}, {stats.plan}, cached {stats.tokens_cached} loaded "
+        f"{stats.tokens_loaded} redone {stats.tokens_redone}, TTFT {_ttft_ns(result) / 1e6:.0f} ms "
+        f"({stats.waited_ns / 1e6:.0f} until the router had decided)"
+    )
+
+
+def _missed(
+    result: GenerateResult, gap_s: float | None, ttft_limit_s: float | None, tpot_limit_s: float | None
+) -> Iterator[str]:
+    """Which limits were not met, by how much."""
+    ttft_s = _ttft_ns(result) / 1e9
+    if ttft_limit_s is not None and ttft_s > ttft_limit_s:
+        yield f"missed its limit: the first token came after {ttft_s:.3g} s, the limit is {ttft_limit_s:g} s"
+    if tpot_limit_s is not None and gap_s is not None and gap_s > tpot_limit_s:
+        yield f"missed its limit: tokens came every {gap_s:.3g} s, the limit is {tpot_limit_s:g} s"
+
+
+def _ttft_ns(result: GenerateResult) -> int:
+    return result.stats.waited_ns + result.stats.ttft_ns
 
 
 def explain(

@@ -21,7 +21,15 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from kvpool import attempts
 from kvpool.client import AsyncKVPoolClient, KVPoolClient
-from kvpool.errors import CapacityError, DeadlineError, DuplicateError, KVPoolError, RequestError, UnavailableError
+from kvpool.errors import (
+    CapacityError,
+    DeadlineError,
+    DuplicateError,
+    KVPoolError,
+    OverloadError,
+    RequestError,
+    UnavailableError,
+)
 from kvpool.plan import REDO, HandOver, Route
 from kvpool.request import FinishReason, GenerateRequest, GenerateResult, RequestStats, SamplingParams, TokenChunk
 from kvpool.tokenizer import TokenizerFiles
@@ -237,6 +245,14 @@ def test_who_is_cancelled_while_the_router_is_asked_tried_nobody_and_leaves_its_
 def test_a_full_cluster_is_waited_for_as_long_as_the_budget_lasts() -> None:
     cluster = Cluster(*[[CapacityError("full")]] * (attempts.MAX_FAILED_ATTEMPTS + 9))
     assert len(_ask(cluster).tokens) == 3
+
+
+def test_a_refused_request_can_be_asked_about_by_the_id_in_its_error() -> None:
+    cluster = Cluster()
+    cluster.refusals = [OverloadError("too late", retry_after_s=2.0)]
+    with pytest.raises(OverloadError) as caught:
+        _ask(cluster, request_id="mine")
+    assert caught.value.details == {"retry_after_s": 2.0, "request_id": "mine"}
 
 
 def test_a_request_that_every_worker_fails_is_given_up() -> None:
