@@ -22,7 +22,6 @@ from rich.text import Text
 from kvpool.cli.connect import running_state
 from kvpool.cli.output import (
     EXIT_FAILED,
-    AddressOption,
     JsonOption,
     console,
     guarded,
@@ -35,7 +34,7 @@ from kvpool.errors import RequestError, UnavailableError
 from kvpool.faults import beside, mooncake
 from kvpool.faults.checker import Verdict, check_history
 from kvpool.faults.history import HistoryWriter, history_path, read_history
-from kvpool.faults.report import SHORT_COLUMNS, as_data, cells, html, row
+from kvpool.faults.report import LEGEND, SHORT_COLUMNS, as_data, cells, html, row, verdict_line
 from kvpool.faults.runner import (
     LINKS_BY,
     ClusterUnderTest,
@@ -92,8 +91,15 @@ def inject(
     ] = 1,
     model: Annotated[str | None, typer.Option(help="Model of the embedded cluster.")] = None,
     lease_ms: Annotated[int, typer.Option(min=500, help="Membership lease of the embedded cluster.")] = 2000,
-    address: AddressOption = None,
-    name: Annotated[str | None, typer.Option(help="A cluster that 'kvpool up' started.")] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="Ray address (host:port) of a running cluster; without this and --name one is started for the runs."
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="A cluster that 'kvpool up' started here; it is left running.")
+    ] = None,
     history: Annotated[
         Path | None, typer.Option(help="Folder for the histories, or with 'check' the file to judge again.")
     ] = None,
@@ -251,6 +257,7 @@ def _conclude(
     else:
         rows = [row(verdict) for verdict, _ in judged]
         _print_table("fault runs", SHORT_COLUMNS, rows)
+        console.print(LEGEND, highlight=False)
         for verdict, path in judged:
             _print(verdict, path)
         if comparison is not None:
@@ -282,6 +289,8 @@ def _print(verdict: Verdict, path: str) -> None:
     name = verdict.story.run.get("scenario", "?")
     fallbacks = ", ".join(f"{kind} {count}" for kind, count in verdict.fallbacks.items()) or "none"
     links = "".join(f"; {text}" for text in verdict.story.run.get("mechanisms", ()) if text.startswith(LINKS_BY))
-    console.print(f"{name}: fallbacks {fallbacks}{links}; history {path}", highlight=False)
+    style = "bold green" if verdict.holds else "bold red"
+    console.print(Text.assemble(f"{name}: ", (verdict_line(verdict), style)))
+    console.print(f"  fallbacks {fallbacks}{links}; history {path}", highlight=False)
     for violation in verdict.violations:
         console.print(Text.assemble("  ", ("violation", "bold red"), f" {violation}"))

@@ -127,7 +127,7 @@ class Comparison:
     def remarks(self) -> list[str]:
         """One line for everything that the numbers do not say."""
         if self.why_not is not None:
-            return [f"beside {self.system}: {self.why_not}"]
+            return [f"without the optional comparison with {self.system}, another KV store: {self.why_not}"]
         lines = [f"beside {self.system}: {self.settings}; never judged"]
         for outcome in self.outcomes:
             if outcome.note is not None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvpool.errors import DeadlineError
 from kvpool.faults.story import Fault, Request, Story
 
 S = 1_000_000_000
@@ -135,7 +136,11 @@ def detection_ns(story: Story, fault: Fault) -> int | None:
 
 
 def summary(story: Story) -> dict[str, Any]:
-    """The numbers of a run's row in the report. Times in milliseconds, absent ones None."""
+    """The numbers of a run's row in the report. Times in milliseconds, absent ones None.
+
+    A request is counted as ``ok``, ``cancelled`` (by its client, as planned), ``expired`` (its deadline was too short
+    on purpose), or it is lost, which the checker says.
+    """
     requests = list(story.requests.values())
     ended = [(request, request.end) for request in requests if request.end is not None]
     answered = [(request, end) for request, end in ended if end.code is None and end.finish != "cancelled"]
@@ -146,8 +151,8 @@ def summary(story: Story) -> dict[str, Any]:
     return {
         "requests": len(requests),
         "ok": len(answered),
-        "cancelled": sum(end.finish == "cancelled" for _, end in ended),
-        "expired": sum(end.code is not None and request.may_expire for request, end in ended),
+        "cancelled": sum(end.finish == "cancelled" and request.cancelled for request, end in ended),
+        "expired": sum(end.code == DeadlineError.code and request.may_expire for request, end in ended),
         "retried": sum(len(request.attempts) > 1 for request in requests),
         "loaded": sum(bool(end.stats.get("tokens_loaded")) for _, end in answered),
         "loads_redone": sum(bool(end.stats.get("load_failures")) for _, end in answered),

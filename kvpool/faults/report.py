@@ -35,16 +35,21 @@ SHORT_COLUMNS = (
     ("scenario", "scenario"),
     ("requests", "sent"),
     ("ok", "ok"),
+    ("cancelled", "cancelled"),
+    ("expired", "expired"),
+    ("lost", "lost"),
     ("retried", "retried"),
-    ("loads_redone", "redone"),
+    ("loads_redone", "loads redone"),
     ("max_stall_ms", "stall ms"),
     ("detect_ms_max", "detect ms"),
     ("recover_ms_max", "recover ms"),
-    ("lost", "lost"),
     ("wrong", "wrong"),
     ("violations", "broken"),
 )
 """The same for a terminal."""
+
+LEGEND = "sent = ok + cancelled (by its client, as planned) + expired (deadline too short on purpose) + lost"
+"""What the columns of requests are."""
 
 WIDTH, LEFT, RIGHT = 1080, 60, 20
 LANE, CHART, GAP, LABEL = 18, 220, 34, 260
@@ -60,10 +65,18 @@ def row(verdict: Verdict) -> dict[str, Any]:
         "scenario": title(verdict.story),
         **summary(verdict.story),
         "recover_ms_max": max(took) / 1e6 if took else None,
-        "lost": rules.count("NONE_LOST") + rules.count("NONE_HUNG"),
+        "lost": rules.count("NONE_LOST"),
         "wrong": rules.count("OUTPUTS_EQUAL"),
         "violations": len(rules),
     }
+
+
+def verdict_line(verdict: Verdict) -> str:
+    """Whether the run kept its promises, and which it broke."""
+    broken = list(dict.fromkeys(violation.rule.value for violation in verdict.violations))
+    if not broken:
+        return "every rule holds"
+    return f"{len(broken)} {'rule' if len(broken) == 1 else 'rules'} broken: {'; '.join(broken)}"
 
 
 def title(story: Story) -> str:

@@ -20,6 +20,7 @@ from kvpool.cluster.launcher import Cluster
 from kvpool.cluster.manual import ManualRouter
 from kvpool.config import ClusterConfig, EngineConfig, MetadataConfig, RouterConfig, StoreConfig, WorkerConfig
 from kvpool.errors import KVPoolError, RequestError, UnavailableError
+from kvpool.faults.heartbeat import Heartbeat
 from kvpool.faults.history import HistoryWriter, Kind
 from kvpool.faults.measures import Bounds
 from kvpool.faults.nemesis import NAMESPACES, SHAPING, Arena, Nemesis
@@ -183,8 +184,10 @@ async def run_scenarios(
     Raises:
         KVPoolError: the cluster does not work before anything was broken. Later failures are in the history.
     """
+    heartbeat = Heartbeat(progress, time.monotonic)
     with second_interrupt_ends():
-        await _run_scenarios(under_test, scenarios, options, history, progress)
+        async with heartbeat.beating():
+            await _run_scenarios(under_test, scenarios, options, history, heartbeat)
 
 
 async def _run_scenarios(
@@ -192,7 +195,7 @@ async def _run_scenarios(
     scenarios: Sequence[Scenario],
     options: RunOptions,
     history: HistoryWriter,
-    progress: Progress,
+    progress: Heartbeat,
 ) -> None:
     info = await under_test.connection.info()
     watcher = MetadataWatcher(info.metadata, name="fault-run")
@@ -203,7 +206,7 @@ async def _run_scenarios(
             raise UnavailableError("no metadata server answers", timeout_s=WATCH_TIMEOUT_S)
         progress("reference run: every prompt through one worker, without loads")
         workload = replace(options.workload, seed=options.seed, tenants=f"run-{time.time_ns():x}")
-        reference = await _reference(under_test.connection, watcher, info, workload)
+        reference = await _reference(under_test.connection, watcher, info, workload, progress)
         workload = replace(workload, rate_rps=options.rate_rps or reference.rate_rps)
         run = _Run(
             under_test, tuple(scenarios), options, workload, history, progress, info, watcher, auditor, reference
@@ -215,7 +218,11 @@ async def _run_scenarios(
 
 
 async def _reference(
-    connection: ClusterConnection, watcher: MetadataWatcher, info: ClusterInfo, config: WorkloadConfig
+    connection: ClusterConnection,
+    watcher: MetadataWatcher,
+    info: ClusterInfo,
+    config: WorkloadConfig,
+    progress: Heartbeat,
 ) -> Reference:
     """All chats, turn by turn: an answer is part of the next prompt. The tenant keeps its blocks out of the run."""
     router = ManualRouter(watcher, info.namespace)
@@ -224,7 +231,9 @@ async def _reference(
     answers: dict[str, tuple[int, ...]] = {}
     ttfts_ns = []
     started_s = time.monotonic()
-    for chat in plan_chats(config):
+    chats = plan_chats(config)
+    total = sum(len(chat.questions) for chat in chats)
+    for chat in chats:
         context = chat.system
         for turn, question in enumerate(chat.questions):
             name = label(chat.name, turn)
@@ -240,6 +249,7 @@ async def _reference(
             answers[name] = tokens
             context = context + tokens
             ttfts_ns.append((first_ns or time.monotonic_ns()) - sent_ns)
+            progress.detail = f"{len(answers)} of {total} prompts"
     return Reference(prompts, answers, tuple(ttfts_ns), time.monotonic() - started_s)
 
 
@@ -347,6 +357,7 @@ class _Run:
                 together, order = _split(order, rng.randint(1, 2))
                 self.progress("strike: " + " and ".join(scenario.name for scenario in together))
                 errors += await _strike(nemesis, together)
+                self.progress(f"struck; {self.options.room_s:.0f} s of load to see service come back")
         return errors
 
     async def _audit(self) -> None:

@@ -66,6 +66,16 @@ def test_a_history_that_breaks_the_law_ends_with_exit_code_1(tmp_path: Path) -> 
     assert [item["rule"] for item in run["violations"]] == ["outputs equal the reference run"]
 
 
+def test_the_text_ends_with_the_verdict_of_every_run(tmp_path: Path) -> None:
+    story = honest()
+    good = runner.invoke(app, ["inject", "check", "--history", str(_write(story, tmp_path / "good.jsonl"))])
+    assert "kill-holder: every rule holds" in good.stdout
+    wrong_token(story)
+    bad = runner.invoke(app, ["inject", "check", "--history", str(_write(story, tmp_path / "bad.jsonl"))])
+    assert "kill-holder: 1 rule broken: outputs equal the reference run" in bad.stdout
+    assert "sent = ok + cancelled" in bad.stdout
+
+
 def test_a_file_that_is_no_history_is_refused_by_line(tmp_path: Path) -> None:
     path = tmp_path / "no.jsonl"
     path.write_text('{"at_ns":1,"kind":"start"}\nnot a record\n')

@@ -14,7 +14,7 @@ import pytest
 from kvpool.faults.checker import RULES, Rule, Verdict, check_history, count_fallbacks
 from kvpool.faults.history import parse_record
 from kvpool.faults.measures import Bounds, detection_ns
-from kvpool.faults.report import as_data, html, row
+from kvpool.faults.report import as_data, html, row, verdict_line
 
 S = 1_000_000_000
 MS = 1_000_000
@@ -420,6 +420,38 @@ def test_a_report_shows_every_number_and_every_violation() -> None:
     assert "<svg" in page
     assert "http" not in page
     json.dumps(as_data(verdict, "run.jsonl"))
+
+
+def test_every_request_sent_is_answered_cancelled_expired_or_lost() -> None:
+    story = honest()
+    for number, change in (
+        (3, {"kind": "error", "code": "unavailable"}),
+        (4, {"kind": "error", "code": "unavailable"}),
+    ):
+        story.find("response", id=f"q-{number}").update(change)
+    story.find("invoke", id="q-4")["may_expire"] = True  # which allows no other error
+    story.find("response", id="q-5").update(kind="error", code="deadline_exceeded")
+    story.find("invoke", id="q-5")["may_expire"] = True
+    story.find("response", id="q-6").update(finish="cancelled", tokens=TOKENS[:2])
+    story.add(2.8, "cancel", id="q-6")
+    cancelled_by_nobody(story)  # q-7
+    story.drop("response", id="q-8")
+    numbers = row(story.judge())
+    parts = [numbers[key] for key in ("ok", "cancelled", "expired", "lost")]
+    assert parts[1:] == [1, 1, 4]
+    assert sum(parts) == numbers["requests"]
+
+
+def test_the_verdict_in_words_names_each_broken_rule_once() -> None:
+    assert verdict_line(honest().judge()) == "every rule holds"
+    story = honest()
+    wrong_token(story)
+    assert verdict_line(story.judge()) == "1 rule broken: outputs equal the reference run"
+    for number in (3, 4):
+        story.find("response", id=f"q-{number}").update(kind="error", code="unavailable", message="")
+    said = verdict_line(story.judge())
+    assert said.startswith("2 rules broken: ")
+    assert said.count("no request is lost") == 1
 
 
 def test_an_empty_history_is_reported_and_not_crashed_on() -> None:
