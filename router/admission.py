@@ -69,7 +69,7 @@ class Forecast:
     Attributes:
         ttft_ns: time to its first token from now.
         prefill_ns: of that, its own work on the worker.
-        doubt: `doubt` about it.
+        doubt: `doubt` about that work.
         tpot_ns: gap between its tokens on the best worker, None when its speed is unknown; see also `STAYS_SLOW_NS`.
         elapsed_ns: time since the user's call.
         outranked: somebody of higher priority waits.
@@ -99,8 +99,9 @@ def doubt(measured_ns: int | None, now_ns: int) -> float:
 def admit(limits: Limits, forecast: Forecast) -> Ruling:
     """Rule on one request."""
     late_ns = 0.0
-    if limits.ttft_ns is not None:
-        late_ns = forecast.elapsed_ns + forecast.ttft_ns / forecast.doubt - limits.ttft_ns
+    if limits.ttft_ns is not None:  # what is loaded takes its time, however fast the worker turns out to be
+        spared_ns = min(forecast.prefill_ns, forecast.ttft_ns) * (1.0 - 1.0 / forecast.doubt)
+        late_ns = forecast.elapsed_ns + forecast.ttft_ns - spared_ns - limits.ttft_ns
     slow = limits.tpot_ns is not None and forecast.tpot_ns is not None and forecast.tpot_ns > limits.tpot_ns
     missed = "ttft" if late_ns > 0.0 else "tpot" if slow else ""
     if missed == "tpot" and forecast.tpot_ns != STAYS_SLOW_NS and _patience_ns(limits, late_ns, forecast) > POLL_NS:

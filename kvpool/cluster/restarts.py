@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-import ray.exceptions
 
 from kvpool.cluster.connection import ClusterConnection
 from kvpool.errors import UnavailableError

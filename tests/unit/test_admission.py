@@ -192,6 +192,12 @@ def test_what_the_refusal_says_is_expected_counts_from_the_call_and_is_beyond_th
     assert alone.value.details["retry_after_s"] == FADE_NS / S  # by then its speed is measured anew
 
 
+def test_the_benefit_of_the_doubt_is_about_prefill_and_not_about_loads() -> None:
+    limits = Limits(ttft_ns=2 * S)
+    assert admit(limits, Forecast(8.0 * S, prefill_ns=7.0 * S, doubt=10.0)).admission is Admission.ADMIT
+    assert admit(limits, Forecast(8.0 * S, prefill_ns=1.0 * S, doubt=10.0)).admission is Admission.SHED
+
+
 def test_a_speed_that_no_request_has_shown_refuses_one_at_a_time_at_most() -> None:
     core, _, clock = make_core(workers=1)
     core.on_member_change(replace(member(0), calibration=(PrefillSample(1600, 0, 8 * S),)), MemberState.ALIVE)
